@@ -41,7 +41,14 @@ import pynvml
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, ctc_loss, log_softmax, mse_loss
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = 10
@@ -248,6 +255,54 @@ def padded(samples: list[Any]) -> Any:
 def starts_again_and_again() -> None:
     """Two workers are started for each short epoch."""
     train(thorough(1024), DataLoader(ready(640), batch_size=64, num_workers=2), 300)
+
+
+@training("data.few-shards")
+def reads_one_shard() -> None:
+    """Four workers, and a stream with one shard: three of them have nothing to do."""
+    train(quick(), DataLoader(Shards(20_000, shards=1), batch_size=16, num_workers=4))
+
+
+class Shards(IterableDataset[Any]):
+    """Each worker reads every n-th shard; a sample comes after 2 ms."""
+
+    def __init__(self, samples: int, shards: int) -> None:
+        self.samples = samples
+        self.shards = shards
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        for _ in range(worker.id, self.shards, worker.num_workers):
+            for index in range(self.samples):
+                time.sleep(0.002)
+                yield torch.rand(SIDE * SIDE), index % CLASSES
+
+
+# -- the script's own code ---------------------------------------------------------------------------------------------
+
+
+@training("host.python")
+def counts_in_python() -> None:
+    """After each step a confusion matrix is filled number by number."""
+
+    def confusion(step: int, model: nn.Module) -> None:
+        table = [[0] * CLASSES for _ in range(CLASSES)]
+        for place in range(60_000):
+            table[place % CLASSES][place // CLASSES % CLASSES] += 1
+
+    train(thorough(1024), DataLoader(ready(4000), batch_size=64), after_step=confusion)
+
+
+@training("drift.slower")
+def adds_up_all_losses() -> None:
+    """A list of all there was so far is sorted after each step."""
+    everything: list[float] = []
+
+    def add_up(step: int, model: nn.Module) -> None:
+        everything.extend(torch.rand(3000).tolist())
+        sorted(everything, key=lambda value: -value)
+
+    train(thorough(1024), DataLoader(ready(4000), batch_size=64), 240, after_step=add_up)
 
 
 # -- pauses ------------------------------------------------------------------------------------------------------------

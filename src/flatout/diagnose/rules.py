@@ -10,14 +10,24 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from flatout.diagnose import compute_rules, copy_rules, loading_rules, machine_rules, rank_rules
+from flatout.diagnose import (
+    compute_rules,
+    copy_rules,
+    drift_rules,
+    loading_rules,
+    machine_rules,
+    own_code_rules,
+    rank_rules,
+    stream_rules,
+)
 from flatout.diagnose.breakdown import REST
+from flatout.diagnose.by_cause import CauseAccount, by_cause
 from flatout.diagnose.gains import (
-    BOUNDED,
     FROM_CEILING,
     FROM_STEP,
     MIN_SHARE,
     data_saved,
+    factor,
     gain_if_removed,
     rounded,
 )
@@ -31,6 +41,8 @@ from flatout.trace import Trace
 Rule = Callable[[RankMetrics], Finding | None]
 
 _SATURATED = 0.90  # of the time that the GPU has work
+_MIN_VERDICT = 0.10  # of the time, where the rest of the run is healthy
+_DANGERS = ("memory.host", "memory.pressure")  # they may end the run
 _MOST_OUTSIDE_PHASES = 0.20  # of the time: a framework's own bookkeeping takes less
 
 
@@ -50,12 +62,16 @@ def diagnose_ranks(ranks: Sequence[RankMetrics]) -> tuple[Finding, ...]:
     later = compute_rules.worth_it_later(metrics, found)
     ignored = ignored_settings(metrics, [*found, *later])
     explained = {finding.evidence.get("cause") for finding in ignored}
-    found = sorted([*(f for f in found if f.code not in explained), *ignored], key=_rank)
-    if not found:
-        healthy = _saturated(metrics)
-        return (healthy,) if healthy is not None else ()
-    found[1:] = sorted([*found[1:], *(f for f in later if f.code not in explained)], key=_rank)
-    return tuple(_within_headroom(_one_for_each_change(found), metrics.headroom))
+    found = [*(finding for finding in found if finding.code not in explained), *ignored]
+    account = by_cause(metrics, found)
+    found = sorted((_as_charged(finding, account, metrics) for finding in found), key=_rank(account))
+    healthy = _saturated(metrics)
+    is_healthy = healthy is not None and not any(map(_is_a_verdict, found))
+    if found:
+        found[1:] = sorted([*found[1:], *(f for f in later if f.code not in explained)], key=_rank(account))
+    if healthy is not None and is_healthy:
+        found = [healthy, *found]
+    return tuple(_one_for_each_change(found))
 
 
 def _change_is_known(finding: Finding) -> bool:
@@ -64,9 +80,42 @@ def _change_is_known(finding: Finding) -> bool:
     return change is None or change.startswith(SETTING) or change in BY_CODE[finding.code].changes
 
 
-def _rank(finding: Finding) -> tuple[float, str]:
-    middle = (finding.gain_low + finding.gain_high) / 2
-    return -(middle - 1) * finding.confidence, finding.code
+def _is_a_verdict(finding: Finding) -> bool:
+    """Whether a run that is healthy for the rest is not called so."""
+    return finding.share >= _MIN_VERDICT or finding.code in (*_DANGERS, "config.ignored")
+
+
+def _as_charged(finding: Finding, account: CauseAccount, metrics: RankMetrics) -> Finding:
+    """The same with the share of the account. What an idle GPU costs is promised at most.
+
+    Where batches were replayed from the GPU, the whole step was seen to be shorter: then that counts.
+    """
+    charge = account.charge_of(finding)
+    share = finding.share
+    if charge is not None:
+        share = max(charge.share, finding.share)
+    most = factor(share)
+    if charge is None or charge.kind == "wasteful" or (metrics.on_gpu and finding.derived == FROM_CEILING):
+        most = math.inf
+    high = min(finding.gain_high, most)
+    return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(finding.gain_low, high))
+
+
+def _rank(account: CauseAccount) -> Callable[[Finding], tuple[bool, float, bool, float, str]]:
+    """What endangers the run first, then the largest share of the time."""
+
+    def rank(finding: Finding) -> tuple[bool, float, bool, float, str]:
+        charge = account.charge_of(finding)
+        middle = (finding.gain_low + finding.gain_high) / 2
+        share = min(finding.share, 1 - 1 / middle)
+        if charge is not None:
+            share = charge.share
+        elif finding.code.startswith("data."):  # another way to see a wait that is charged to a surer finding
+            share = min(share, account.waits_for_data)
+        promise = (middle - 1) * finding.confidence
+        return finding.code not in _DANGERS, -round(share, 3), charge is None, -promise, finding.code
+
+    return rank
 
 
 def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
@@ -76,26 +125,6 @@ def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
         if finding.change is None or all(finding.change != better.change for better in kept):
             kept.append(finding)
     return kept
-
-
-def _within_headroom(ranked: list[Finding], headroom: float) -> list[Finding]:
-    """The same, with gains that together promise no more than exists: each takes its part of what is left.
-
-    Changes against one wait are ways to the same end: only the best of them counts.
-    """
-    taken: dict[str, float] = {}
-    bounded = []
-    for finding in ranked:
-        if finding.derived in BOUNDED:
-            wait = finding.code
-            if wait != "data.worker-start":
-                wait = wait.partition(".")[0]
-            left = headroom / math.prod(gain for other, gain in taken.items() if other != wait)
-            high = min(finding.gain_high, max(1.0, left))
-            taken[wait] = max(taken.get(wait, 1.0), high)
-            finding = dataclasses.replace(finding, gain_high=high, gain_low=min(finding.gain_low, high))
-        bounded.append(finding)
-    return bounded
 
 
 def _pause(phase: str, code: str, advice: str) -> Rule:
@@ -150,10 +179,12 @@ def _saturated(metrics: RankMetrics) -> Finding | None:
 RULES: tuple[Rule, ...] = (
     loading_rules.main_thread,
     loading_rules.workers_behind,
+    stream_rules.few_shards,
     loading_rules.augmentation_on_cpu,
     loading_rules.worker_threads,
     loading_rules.idle_workers,
     loading_rules.worker_start,
+    own_code_rules.own_code,
     copy_rules.slow_copies,
     copy_rules.waits_for_gpu,
     compute_rules.launch_bound,
@@ -172,6 +203,7 @@ RULES: tuple[Rule, ...] = (
     machine_rules.shared_gpu,
     machine_rules.shared_cores,
     machine_rules.idle_gpus,
+    drift_rules.drift,
 )
 RANK_RULES: tuple[Callable[[Sequence[RankMetrics]], Finding | None], ...] = (
     rank_rules.straggler,

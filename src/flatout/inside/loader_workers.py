@@ -300,7 +300,11 @@ class _TimedDataset:
         return self._meter.load(self._dataset.__getitem__, index)
 
     def __next__(self) -> Any:
-        return self._meter.load(next, self._dataset)
+        try:
+            return self._meter.load(next, self._dataset)
+        except StopIteration:
+            self._meter.write()  # a worker that has no shard gives nothing, and is not asked again
+            raise
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)

@@ -40,6 +40,7 @@ CAUSES = (
         "data.slow-samples", "a few samples take far longer than the rest and hold their batches back", ("loader",)
     ),
     CauseSpec("data.collate-bound", "joining samples and moving them between processes is the cost", ("loader",)),
+    CauseSpec("data.few-shards", "a stream has fewer shards than workers, so some of them stand idle"),
     CauseSpec("data.worker-start", "workers are started again every epoch", ("persistent_workers", "loader")),
     CauseSpec("copy.pageable", "batches are copied from memory that is not page-locked", ("pin_memory",)),
     CauseSpec("copy.blocking", "copies to the GPU do not overlap with compute", ("device_prefetch",)),
@@ -47,6 +48,7 @@ CAUSES = (
     CauseSpec(
         "sync.item", "`.item()`, `.cpu()` or `print()` of a GPU tensor makes the host wait in the middle of a step"
     ),
+    CauseSpec("host.python", "the loop's own Python code runs while the GPU waits"),
     CauseSpec(
         "launch.bound",
         "kernels are so small that the host cannot launch them as fast as the GPU ends them",
@@ -71,6 +73,7 @@ CAUSES = (
     CauseSpec("hardware.idle-gpus", "visible GPUs are unused", ("ranks",)),
     CauseSpec("dist.straggler", "all ranks wait for one"),
     CauseSpec("dist.comm", "ranks wait for the network"),
+    CauseSpec("drift.slower", "steps grow longer over the run"),
     CauseSpec("config.ignored", "a setting the user made has no effect"),
 )
 CODES = tuple(cause.code for cause in CAUSES)

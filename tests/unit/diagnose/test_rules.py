@@ -31,11 +31,13 @@ def test_a_healthy_run_is_called_healthy_and_nothing_else() -> None:
     assert codes(trace()) == ["compute.saturated"]
 
 
-@pytest.mark.parametrize(("outside", "verdict"), [(3.0, ["compute.saturated"]), (25.0, [])], ids=["little", "more"])
+@pytest.mark.parametrize(
+    ("outside", "verdict"), [(3.0, ["compute.saturated"]), (25.0, ["host.python"])], ids=["little", "more"]
+)
 def test_without_a_gpu_the_scripts_own_code_between_the_phases_is_not_called_computing(
     outside: float, verdict: list[str]
 ) -> None:
-    """A simulator stepped in Python, say: nothing is seen to be wrong with it, and nothing to be healthy."""
+    """A simulator stepped in Python, say."""
     assert codes(trace(*HEALTHY, ("rest", outside, None, None), facts={"gpu": None}, xray=None)) == verdict
 
 
@@ -217,7 +219,8 @@ def test_augmentation_that_the_script_could_do_on_the_gpu() -> None:
 
 
 def test_more_workers_than_cores_that_have_nothing_to_do_cost_memory() -> None:
-    found = first(trace(loader={"num_workers": 40}, workers=workers(40, sample_ms=1.0, busy=0.08)))
+    healthy, found = diagnose(trace(loader={"num_workers": 40}, workers=workers(40, sample_ms=1.0, busy=0.08)))
+    assert healthy.code == "compute.saturated"
     assert (found.code, found.value, found.gain_high) == ("data.too-many-workers", 14, 1.0)
 
 
@@ -667,3 +670,40 @@ def test_the_gpu_is_judged_by_its_training_and_not_by_the_x_ray() -> None:
     case = metrics_of(dataclasses.replace(run, ranks=(rank,)))[0]
     assert [s.time_s for s in case.samples] == [101.5, 104.5]
     assert case.gpu("sm_active_pct").mean == pytest.approx(85.0)
+
+
+def test_a_stream_with_fewer_shards_than_workers() -> None:
+    loader = {"num_workers": 4, "iterable": True}
+    busy = dataclasses.replace(workers(1, sample_ms=2.0, busy=0.9)[0], worker=0)
+    idle = [dataclasses.replace(busy, worker=n, pid=2000 + n, samples=0, sample_wall_s=0.0) for n in (1, 2, 3)]
+    found = first(trace(*STARVED, loader=loader, workers=(busy, *idle)))
+    assert found.code == "data.few-shards"
+    assert found.evidence["workers_without_samples"] == 3
+    assert found.gain_high <= 1 / (1 - found.share) + 1e-9
+    all_read = tuple(dataclasses.replace(busy, worker=n, pid=2000 + n) for n in range(4))
+    assert "data.few-shards" not in codes(trace(*STARVED, loader=loader, workers=all_read))
+
+
+def growing(*step_ms: float) -> Trace:
+    """Ten steps of each of these lengths, one after the other; what grows is in the script's own code."""
+    made, at_s = [], 100.0
+    for index in range(10 * len(step_ms)):
+        ms = step_ms[index // 10]
+        spans = (Span(name="forward", start_ms=0.0, host_ms=10.0), Span(name="rest", start_ms=10.0, host_ms=ms - 10.0))
+        made.append(Step(index=index, start_s=at_s, wall_ms=ms, spans=spans, samples=64))
+        at_s += ms / 1e3
+    rank = RankTrace(info=RunInfo(name="t", host="node", rank=0), steps=tuple(made), windows=(window_of(made),))
+    return Trace(ranks=(rank,), samples={})
+
+
+def test_steps_that_grow_over_the_run() -> None:
+    found = next(f for f in diagnose(growing(*(20.0 + 4 * n for n in range(12)))) if f.code == "drift.slower")
+    assert found.evidence["grows_most"] == "rest"
+    assert found.share == pytest.approx(1 - 24 / 42, abs=0.03)  # of 42 ms in the mean, where the first ones take 24
+
+
+@pytest.mark.parametrize(
+    "pace", [(20.0,) * 12, (*(20.0,) * 4, *(60.0,) * 3, *(20.0,) * 5), tuple(64.0 - 4 * n for n in range(12))]
+)
+def test_a_load_that_comes_and_goes_is_no_drift(pace: tuple[float, ...]) -> None:
+    assert "drift.slower" not in codes(growing(*pace))

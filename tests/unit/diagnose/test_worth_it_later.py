@@ -58,8 +58,8 @@ def test_they_are_never_the_verdict() -> None:
     )
     facts = {"channels_last": False, **ROOM}
     found = diagnose(trace(*HEALTHY, facts=facts, samples=hardware(), xray=slight))
-    assert codes(found) == ["compute.layout", "memory.underused", "compute.optimizer"]
-    assert found[1].gain_high > found[0].gain_high
+    assert codes(found) == ["compute.saturated", "compute.layout", "memory.underused", "compute.optimizer"]
+    assert found[2].gain_high > found[1].gain_high
 
 
 def test_no_larger_batch_is_proposed_where_memory_is_full() -> None:
