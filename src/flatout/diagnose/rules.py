@@ -31,7 +31,9 @@ from flatout.diagnose.gains import (
     gain_if_removed,
     rounded,
 )
+from flatout.diagnose.hot_lines import COLLATE, SAMPLES, in_workers
 from flatout.diagnose.ignored_settings import ignored_settings
+from flatout.diagnose.own_code_rules import as_evidence
 from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
 from flatout.model.causes import BY_CODE
 from flatout.model.changes import SETTING
@@ -40,6 +42,15 @@ from flatout.trace import Trace
 
 Rule = Callable[[RankMetrics], Finding | None]
 
+_ABOUT_SAMPLES = (
+    "data.main-thread",
+    "data.too-few-workers",
+    "data.cpu-bound",
+    "data.slow-samples",
+    "data.disk-bound",
+    "data.collate-bound",
+)
+_IN_WORDS = {SAMPLES: "a sample", COLLATE: "joining a batch"}
 _SATURATED = 0.90  # of the time that the GPU has work
 _MIN_VERDICT = 0.10  # of the time, where the rest of the run is healthy
 _DANGERS = ("memory.host", "memory.pressure")  # they may end the run
@@ -64,7 +75,8 @@ def diagnose_ranks(ranks: Sequence[RankMetrics]) -> tuple[Finding, ...]:
     explained = {finding.evidence.get("cause") for finding in ignored}
     found = [*(finding for finding in found if finding.code not in explained), *ignored]
     account = by_cause(metrics, found)
-    found = sorted((_as_charged(finding, account, metrics) for finding in found), key=_rank(account))
+    charged = (_as_charged(finding, account, metrics) for finding in found)
+    found = sorted((_with_lines(finding, metrics) for finding in charged), key=_rank(account))
     healthy = _saturated(metrics)
     is_healthy = healthy is not None and not any(map(_is_a_verdict, found))
     if found:
@@ -99,6 +111,21 @@ def _as_charged(finding: Finding, account: CauseAccount, metrics: RankMetrics) -
         most = math.inf
     high = min(finding.gain_high, most)
     return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(finding.gain_low, high))
+
+
+def _with_lines(finding: Finding, metrics: RankMetrics) -> Finding:
+    """A finding about loading with the lines of samples, or of collate, that take the time."""
+    if finding.where is not None or finding.code not in _ABOUT_SAMPLES:
+        return finding
+    phase = COLLATE if finding.code == "data.collate-bound" else SAMPLES
+    functions = in_workers(metrics.rank, metrics.loader.dataset.rpartition(".")[2], (phase,))
+    if not functions:
+        return finding
+    hottest = functions[0]
+    share = f"{hottest.hottest} takes {hottest.share:.0%} of the time of {_IN_WORDS[phase]}"
+    advice = f"{finding.advice}; {share}" if finding.advice else share
+    evidence = finding.evidence | {"lines": as_evidence(functions)}
+    return dataclasses.replace(finding, where=hottest.hottest.where, advice=advice, evidence=evidence)
 
 
 def _rank(account: CauseAccount) -> Callable[[Finding], tuple[bool, float, bool, float, str]]:

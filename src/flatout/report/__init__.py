@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flatout.diagnose.by_cause import by_cause
 from flatout.diagnose.rank_metrics import metrics_of
 from flatout.diagnose.rules import diagnose_ranks
 from flatout.fix.result import FixResult
@@ -24,6 +25,7 @@ from flatout.report.account import SCHEMA, RankFigures, RecordedRun, account, fi
 from flatout.report.comparison import Comparison, compare
 from flatout.report.findings import finding_to_json
 from flatout.report.fix_summary import FixSummary, Price, summarize
+from flatout.report.lines import lines_of_run
 from flatout.trace import Trace, merge, read, read_summaries
 
 MAX_RANKS_READ = 16
@@ -49,7 +51,7 @@ class Report:
         assert self.run is not None
         findings = [finding_to_json(finding) for finding in self.run.findings]
         verdict = findings[0]["code"] if findings else None
-        return {"schema": SCHEMA, "verdict": verdict, "findings": findings, **self.run.account.to_json()}
+        return {"schema": SCHEMA, "verdict": verdict, "findings": findings, **self.run.to_json()}
 
 
 def report_run(folders: Sequence[Path]) -> Report:
@@ -99,7 +101,9 @@ def run_of(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> Re
     """The run in a trace; `by_rank` where not all of its ranks were read."""
     metrics = metrics_of(trace)
     findings = diagnose_ranks(metrics)
-    return RecordedRun(account=account(trace, folder, metrics, by_rank), findings=findings, trace=trace)
+    summed_up = account(trace, folder, metrics, by_rank)
+    causes = by_cause(metrics[0], findings) if metrics[0].breakdown.enough else None
+    return RecordedRun(account=summed_up, findings=findings, trace=trace, causes=causes, lines=lines_of_run(metrics[0]))
 
 
 def _most_telling(every: Sequence[RankFigures]) -> set[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, split
+from flatout.diagnose.by_cause import CauseAccount
 from flatout.diagnose.rank_metrics import MIN_CEILING, RankMetrics, is_gpu_of
 from flatout.model.errors import TraceError
 from flatout.model.facts import Facts
@@ -18,6 +19,7 @@ from flatout.model.formatting import as_typed, count_of, exit_in_words, ms
 from flatout.model.readings import GPU_READINGS, Reading, shown_in
 from flatout.model.records import SPANS_A_STEP, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
+from flatout.report.lines import PhaseLines
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Summary, Trace, WorkerReport, Xray
 from flatout.trace.checked import from_json
 
@@ -181,6 +183,14 @@ class RecordedRun:
     account: Account
     findings: tuple[Finding, ...]
     trace: Trace
+    causes: CauseAccount | None = None  # None where there is too little to judge by
+    lines: tuple[PhaseLines, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON of a run, but for its findings."""
+        charges = [to_json(charge) for charge in self.causes.charges] if self.causes is not None else []
+        lines = [line for phase in self.lines for line in phase.to_json()]
+        return {**self.account.to_json(), "account": charges, "lines": lines}
 
 
 def account(trace: Trace, folder: str, metrics: Sequence[RankMetrics], by_rank: Sequence[RankFigures] = ()) -> Account:

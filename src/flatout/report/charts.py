@@ -16,6 +16,7 @@ from flatout.fix.speed import Speed
 from flatout.model.formatting import duration, in_full, ms, ms_a_step
 from flatout.report import chart_data
 from flatout.report.chart_data import Bar, Mark, Panel, Series, Timeline
+from flatout.report.lines import Flame
 from flatout.report.markup import Html, join, table, tag
 from flatout.trace import RankTrace, Sketch, Trace, Xray
 
@@ -109,6 +110,23 @@ def every_run(runs: Sequence[tuple[str, Speed | None, float]]) -> Html:
         bar = Bar(label=what, family="compute", left=0.0, width=width, ms=1e3 * seconds)
         rows.append(_bar_row(what, [_block(bar)], text, duration(1e3 * seconds)))
     return tag("ul", *rows, class_="falls")
+
+
+def flame(whole: Flame | None) -> Html | None:
+    """Calls as bars, each above what it called."""
+    if whole is None:
+        return None
+    tracks = []
+    for row in whole.rows():
+        blocks = []
+        for left, width, call in row:
+            family = "compute" if call.own else "other"
+            bar = Bar(label=call.name, family=family, left=left, width=width, ms=1e3 * call.seconds, where=call.where)
+            text = call.name if width > NARROWEST * len(call.name) else ""
+            blocks.append(_block(bar, text=text))
+        tracks.append(tag("svg", *blocks, class_="track flame", aria_hidden="true"))
+    note = "Each bar is a call, above what it called: yours in the color of work, a library's in grey. Widths are time."
+    return tag("figure", *tracks, tag("figcaption", tag("p", note, class_="meta")))
 
 
 # Steps

@@ -16,6 +16,7 @@ from importlib.resources import files
 from flatout import __version__
 from flatout.report import Report
 from flatout.report.findings import GUIDE, sentence
+from flatout.report.lines import CodeFrame
 from flatout.report.markup import Html, join, table, tag
 from flatout.report.views import Item, Part, ReportView, Table, view_of
 
@@ -69,12 +70,23 @@ def _head(view: ReportView) -> Html:
 def _part(part: Part) -> Html | None:
     if isinstance(part, Item):
         return _item(part)
+    if isinstance(part, CodeFrame):
+        return _code(part)
     if isinstance(part, Table):
         shown = table(part.title, part.heads, part.rows, numbers_from=part.numbers_from)
         if part.folded and shown:
             return tag("details", tag("summary", part.title), shown)
         return shown
     return tag("p", part) if isinstance(part, str) else part()
+
+
+def _code(frame: CodeFrame) -> Html:
+    """Lines of source with their shares."""
+    rows = []
+    for number, source, called, share in frame.lines:
+        beside = tag("span", f"  → {called}", class_="quiet") if called else None
+        rows.append(tag("span", f"{share:>5.0%} ", tag("i", f"{number:>5} │ "), source, beside, "\n"))
+    return tag("div", tag("h3", frame.title), tag("pre", tag("code", *rows), class_="frame-of-code", tabindex="0"))
 
 
 def _item(item: Item) -> Html:

@@ -19,6 +19,7 @@ from flatout.fix.result import ProgressListener
 from flatout.model.formatting import duration
 from flatout.report import Report
 from flatout.report.findings import GUIDE
+from flatout.report.lines import CodeFrame
 from flatout.report.views import Item, ReportSection, Table, view_of
 
 WIDTH = 80
@@ -48,7 +49,7 @@ def show(report: Report, console: Console) -> None:
 
 def _show_section(section: ReportSection, console: Console) -> None:
     items = [part for part in section.parts if isinstance(part, Item)]
-    if items:
+    if items or any(isinstance(part, CodeFrame) for part in section.parts):
         console.print(Text(f"\n{section.title}", style="bold"))
     for item in items:
         _show_item(item, console)
@@ -60,12 +61,25 @@ def _show_section(section: ReportSection, console: Console) -> None:
         if isinstance(part, Table) and part.rows:
             console.print()
             _print_table(part, console)
+        elif isinstance(part, CodeFrame):
+            _print_code(part, console)
         elif isinstance(part, str) and part:
             if all(isinstance(other, str) for other in section.parts):
                 part = f"{section.title}: {part}"
             else:
                 console.print()
             _say(console, part, hang=2, style="dim")
+
+
+def _print_code(frame: CodeFrame, console: Console) -> None:
+    """Print lines of source with their shares, as they stand in the file."""
+    console.print(Text(f"  {frame.title}", style="bold"), soft_wrap=True)
+    room = min(WIDTH, console.width) - 17
+    for number, source, called, share in frame.lines:
+        line = Text.assemble((f"{share:>6.0%}", "cyan"), (f" {number:>5} │ ", "dim"), source[:room])
+        if called and len(source) + len(called) + 3 <= room:
+            line.append(f"  → {called}", style="dim")
+        console.print(line, soft_wrap=True)
 
 
 def _show_item(item: Item, console: Console) -> None:

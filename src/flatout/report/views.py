@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+from flatout.diagnose.breakdown import REST
 from flatout.fix.result import Attempt
 from flatout.model.finding import Finding
 from flatout.model.formatting import count_of, duration, ms, ms_a_step
@@ -23,6 +24,7 @@ from flatout.report.chart_data import WORKER_STATES, phase_name
 from flatout.report.comparison import INTERVALS, Comparison, settings_of
 from flatout.report.findings import change_as_typed, gain, headline, sentence
 from flatout.report.fix_summary import FixSummary, bundles, gain_of, names_of, proofs_of
+from flatout.report.lines import CodeFrame, PhaseLines, flame_of_phase
 from flatout.report.markup import Html, as_text
 from flatout.trace import GpuSample, RankTrace, Trace, Xray
 
@@ -32,6 +34,13 @@ MAX_SETTINGS = 400
 MAX_KERNELS = 12
 MAX_KERNEL_NAME = 96
 SMALL = 0.002  # of the training time: such parts are put together
+WORDS_OF_CHARGE = {
+    "useful": "",
+    "idle": "lost",
+    "wasteful": "could be spared",
+    "measuring": "measuring",
+    "remainder": "no cause found",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +70,7 @@ class Item:
     evidence: Sequence[Table] = ()
 
 
-Part = Table | Item | str | Callable[[], Html | None]
+Part = Table | Item | CodeFrame | str | Callable[[], Html | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +121,9 @@ def _run_view(run: RecordedRun) -> ReportView:
         command=[" ".join(account.command)],
         sections=[
             ReportSection("findings", "What to change", findings),
-            ReportSection("time", "Where the time went", _time_spent(account)),
+            ReportSection("time", "Where the time went", _time_spent(account, run.lines)),
+            ReportSection("causes", "By cause", _by_cause(run)),
+            *_lines(run, first),
             ReportSection("steps", "Two steps in detail", [partial(charts.steps, first)], brief=False),
             ReportSection(
                 key="run", title="Over the run", parts=[partial(charts.over_time, trace, first)], brief=False
@@ -165,9 +176,42 @@ def _finding(account: Account, finding: Finding) -> Item:
     )
 
 
-def _time_spent(account: Account) -> list[Part]:
+def _by_cause(run: RecordedRun) -> list[Part]:
+    """Useful work first, then what each cause takes, then what no cause explains."""
+    if run.causes is None:
+        return []
+    rows, shares = [], []
+    for charge in run.causes.charges:
+        if charge.share < SMALL:
+            continue
+        name, words = charge.code or charge.name, WORDS_OF_CHARGE[charge.kind]
+        if charge.kind == "remainder":
+            name = phase_name(charge.name)
+        rows.append((name, f"{charge.share:.1%}", words, charge.where or ""))
+        shares.append(charge.share)
+    heads = ("training's time by cause", "share", "", "")
+    return [Table(title="By cause", heads=heads, rows=rows, shares=shares)]
+
+
+def _lines(run: RecordedRun, first: RankTrace) -> list[ReportSection]:
+    """The code that took the time of each phase, and for the page a flame of it."""
+    sections = []
+    for phase in run.lines:
+        flame = partial(charts.flame, flame_of_phase(first, phase))
+        title = f"{phase.title}: {phase.share:.0%} of training's time"
+        sections.append(ReportSection(f"lines-{phase.phase}", title, [*phase.frames(), flame]))
+    return sections
+
+
+def _time_spent(account: Account, lines: Sequence[PhaseLines] = ()) -> list[Part]:
     b, rows, shares, small_ms = account.breakdown, [], [], 0.0
+    own = [line for phase in lines if phase.phase == REST for line in phase.largest()]
     for part in b.training:
+        if part.name == REST and own:
+            for name, share in own:
+                rows.append((name, f"{part.share * share:.1%}", ms_a_step(part.ms * share, b.steps), ""))
+                shares.append(part.share * share)
+            continue
         if part.share < SMALL:
             small_ms += part.ms
             continue
