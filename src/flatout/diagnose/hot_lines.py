@@ -57,8 +57,8 @@ def in_training(rank: RankTrace, phases: Collection[str] = OWN_CODE) -> tuple[Ho
 
 def in_workers(rank: RankTrace, dataset: str, phases: Collection[str] = (SAMPLES,)) -> tuple[HotFunction, ...]:
     """Where the workers that load a dataset were; with `num_workers=0` the training process."""
-    found = hot_functions((stacks for stacks in rank.stacks if stacks.dataset == dataset), phases)
-    return found or in_training(rank, ("data",))
+    workers = [stacks for stacks in rank.stacks if stacks.dataset == dataset]
+    return hot_functions(workers, phases) if workers else in_training(rank, ("data",))
 
 
 def hot_functions(all_stacks: Iterable[Stacks], phases: Collection[str]) -> tuple[HotFunction, ...]:
