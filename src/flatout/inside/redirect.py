@@ -2,7 +2,8 @@
 
 A path under a covered folder has a shadow in the scratch folder. Writing goes to the shadow (a file that is
 appended to is copied there first), removing leaves a mark, and reading prefers the shadow where there is
-one. The marks are files, so all processes of the command agree.
+one. The marks are files, so all processes of the command agree. Links, open folders (`dir_fd`) and
+/proc/self/cwd are followed first.
 
 Not caught are writers in C that open files themselves (except torch.save and safetensors), other programs,
 and a Python that was started without our environment: launch compares the folders afterwards.
@@ -12,6 +13,7 @@ Standard library only: this is at work before torch is imported.
 
 from __future__ import annotations
 
+import _io
 import builtins
 import contextlib
 import errno
@@ -20,37 +22,25 @@ import io
 import os
 import pathlib
 import shutil
-import threading
+import stat
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from flatout.launch.sandbox import Sandbox
 
+_open, _stat, _lstat, _scandir, _readlink = io.open, os.stat, os.lstat, os.scandir, os.readlink
+_mkdir, _remove, _rmdir, _rmtree, _symlink, _FileIO = (
+    os.mkdir, os.remove, os.rmdir, shutil.rmtree, os.symlink, _io.FileIO,
+)  # fmt: skip
+_MOST_LINKS = 40  # in one path, as the kernel has it
+_MOST_KNOWN = 4096
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_ours = threading.local()  # while it has `at_work`, this thread's calls are ours, and not redirected
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _as_ours(method: Method) -> Method:
-    """What the method does with files is not redirected."""
-
-    @functools.wraps(method)
-    def unredirected(*args: Any, **kwargs: Any) -> Any:
-        if hasattr(_ours, "at_work"):
-            return method(*args, **kwargs)
-        _ours.at_work = True
-        try:
-            return method(*args, **kwargs)
-        finally:
-            del _ours.at_work
-
-    return unredirected  # type: ignore[return-value]
 
 
 class Shadows:
     """Where a path is found, for reading and for writing, and what calls on covered paths do.
 
-    A `name` is a covered path as `of` gives it: absolute, and without the user's links.
+    A `name` is a covered path as `of` gives it: absolute, and without links above its last part.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -58,131 +48,184 @@ class Shadows:
         self._keep = tuple(folder.rstrip("/") + "/" for folder in (*sandbox.keep, sandbox.scratch))
         self._shadows = f"{sandbox.scratch}/shadow"
         self._removed = f"{sandbox.scratch}/removed"
+        self._known: dict[str, str] = {}  # folders without links, by the paths that lead to them
 
-    @_as_ours
-    def of(self, path: Any, *, follow: bool = True) -> str | None:
-        """The covered file or folder that a path leads to; None for any other."""
+    def of(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """Where a path leads to, but for a link that is its last part; where that is covered."""
         if isinstance(path, int) or path is None:
             return None
-        above, last = os.path.split(os.fsdecode(path))
-        if follow or last in ("", ".", ".."):
-            name = os.path.realpath(os.fsdecode(path))
+        path = _under(os.fsdecode(path), dir_fd)
+        if not path.startswith("/"):
+            path = f"{os.getcwd()}/{path}"  # noqa: PTH109
+        above, last = os.path.split(path.rstrip("/"))
+        if last in ("", ".", ".."):
+            name = self._folder(path)
         else:
-            name = os.path.join(os.path.realpath(above), last)  # noqa: PTH118
-        inside = f"{name}/".startswith
+            name = f"{self._folder(above).rstrip('/')}/{last}"
+        inside = (name + "/").startswith
         return name if any(map(inside, self._cover)) and not any(map(inside, self._keep)) else None
 
-    @_as_ours
     def read(self, path: Any, *, follow: bool = True) -> Any:
         """Where to read it from."""
-        name = self.of(path, follow=follow)
-        if name is None or not (os.path.lexists(self._shadows + name) or self._is_removed(name)):
-            return path
-        return self._shadows + name
-
-    @_as_ours
-    def write(self, path: Any, *, copy: bool = False, new: bool = False, follow: bool = True) -> Any:
-        """Where to write it to; `copy` brings what is there along, `new` refuses to where something is."""
-        name = self.of(path, follow=follow and not new)
+        name = self.of(path)
         if name is None:
             return path
-        if new and self._sees(name):
+        there = self._followed(name) if follow else name
+        shadow = self._shadows + there
+        if _exists(shadow) or self._is_removed(there):
+            return shadow
+        return path if there == os.path.abspath(os.fsdecode(path)) else there  # noqa: PTH100
+
+    def write(self, path: Any, *, copy: bool = False, new: bool = False, follow: bool = True) -> Any:
+        """Where to write it to; `copy` brings what is there along, `new` refuses to where something is."""
+        name = self.of(path)
+        if name is None:
+            return path
+        if new and self._sees(name, _exists):
             raise _problem(errno.EEXIST, name)
-        shadow, above = self._shadows + name, os.path.dirname(name)  # noqa: PTH120
-        if not os.path.lexists(shadow):
-            if self._sees(above, os.path.isdir):
-                os.makedirs(self._shadows + above, exist_ok=True)  # noqa: PTH103
-            if copy and self._sees(name, os.path.isdir):
-                os.makedirs(shadow, exist_ok=True)  # noqa: PTH103
-            elif copy and self._sees(name):
-                shutil.copyfile(name, shadow)
+        if follow and not new:
+            name = self._followed(name)
+            if self.of(name) is None:  # a link to what is not covered
+                return name
+        shadow = self._shadows + name
+        if not _exists(shadow):
+            if self._sees(os.path.dirname(name), _is_folder):  # noqa: PTH120
+                _make_folders(os.path.dirname(shadow))  # noqa: PTH120
+            if copy and not self._is_removed(name):
+                if _is_folder(name):
+                    _make_folders(shadow)
+                elif _exists(name):
+                    shutil.copyfile(name, shadow)
         return shadow
 
-    @_as_ours
+    def _folder(self, path: str) -> str:
+        """An absolute path to a folder, without its links."""
+        if path not in self._known:
+            if path.startswith("/proc") or len(self._known) > _MOST_KNOWN:  # the one changes, the other is bounded
+                return self._without_links(path)
+            self._known[path] = self._without_links(path)
+        return self._known[path]
+
+    def _without_links(self, path: str) -> str:
+        place, left, links = "/", path.split("/")[::-1], 0
+        while left:
+            part = left.pop()
+            if part == "..":
+                place = os.path.dirname(place)  # noqa: PTH120
+            elif part not in ("", "."):
+                above, place = place, f"{place.rstrip('/')}/{part}"
+                target = self._link(place) if links < _MOST_LINKS else None
+                if target is not None:
+                    links += 1
+                    place = "/" if target.startswith("/") else above
+                    left += target.split("/")[::-1]
+        return place
+
+    def _link(self, place: str) -> str | None:
+        """What a link leads to, as the script sees it, which may have made or removed it; None for anything
+        else."""
+        shadow = self._shadows + place
+        if _exists(shadow):
+            return _link(shadow)
+        target = _link(place)
+        return target if target is None or not self._is_removed(place) else None
+
+    def _followed(self, name: str) -> str:
+        """A name, or where it leads to if it is a link."""
+        for _ in range(_MOST_LINKS):
+            target = self._link(name)
+            if target is None:
+                return name
+            name = self._without_links(os.path.join(os.path.dirname(name), target))  # noqa: PTH118, PTH120
+        raise _problem(errno.ELOOP, name)
+
     def mkdir(self, name: str, mode: int = 0o777) -> None:
         """Make a folder that only the script sees."""
-        os.mkdir(self.write(name, new=True), mode)  # noqa: PTH102
+        _mkdir(self.write(name, new=True), mode)
 
-    @_as_ours
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, how: Callable[[str], None] = _remove) -> None:
         """Remove what the script sees under this name; from now on the user's own is not to be seen."""
-        shadow = self._shadows + name
-        if not self._sees(name):
+        if not self._sees(name, _exists):
             raise _problem(errno.ENOENT, name)
-        if os.path.isdir(shadow) and not os.path.islink(shadow):  # noqa: PTH112, PTH114
-            shutil.rmtree(shadow)
-        elif os.path.lexists(shadow):
-            os.remove(shadow)  # noqa: PTH107
-        if os.path.lexists(name):
-            mark = pathlib.Path(f"{self._removed}{name}/.removed")
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+        if _exists(self._shadows + name):
+            how(self._shadows + name)
+        self._known.clear()
+        if _exists(name):
+            _make_folders(f"{self._removed}{name}")
+            with _open(f"{self._removed}{name}/.removed", "w"):
+                pass
 
     def rmdir(self, name: str) -> None:
         """Remove a folder in which the script sees nothing."""
-        if self.listdir(name):
+        if any(True for _ in self._entries(name)):
             raise _problem(errno.ENOTEMPTY, name)
-        self.remove(name)
+        self.remove(name, _rmdir)
 
     def rmtree(self, name: str, ignore_errors: bool = False, *_: Any, **__: Any) -> None:
         """Remove a folder with all that the script sees in it."""
-        if not ignore_errors or self._sees(name):
-            self.remove(name)
+        if self._sees(name, _exists) or not ignore_errors:
+            self.remove(name, lambda shadow: _rmtree(shadow, ignore_errors))
 
     def move(self, source: Any, target: Any) -> None:
         """Move what the script sees, of which at least one end is covered."""
         there = self.write(target, follow=False)
-        if os.path.islink(there):  # noqa: PTH114
-            os.remove(there)  # noqa: PTH107
-        # All paths are redirected: the user's own files are read, and the shadow's are written and removed.
-        if os.path.isdir(self.read(source, follow=False)):  # noqa: PTH112
+        if _link(there) is not None:
+            _remove(there)
+        if _is_folder(self.read(source, follow=False)):
+            # Both are redirected: the user's own files are read, and the shadow's are written and removed.
             shutil.copytree(source, there, symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(source)
         else:
             shutil.copyfile(source, there, follow_symlinks=False)
             os.remove(source)  # noqa: PTH107
+        self._known.clear()
 
-    def link(self, source: Any, target: Any) -> None:
+    def link(self, source: Any, target: str) -> None:
         """Copy instead: writing to a hard link writes to the file it was made from."""
         shutil.copyfile(source, self.write(target, new=True))
 
-    @_as_ours
     def symlink(self, source: Any, target: str) -> None:
-        """A link that only the script sees. It leads to a shadow: through it, nothing of the user's is written."""
-        if os.path.isabs(source) and self.of(source) is not None:  # noqa: PTH117
-            source = self.write(source, copy=True)
-        os.symlink(source, self.write(target, new=True))  # noqa: PTH211
+        """A link that only the script sees."""
+        _symlink(source, self.write(target, new=True))
+        self._known.clear()
 
-    @_as_ours
     def scandir(self, name: str) -> Any:
         """What lies in a folder, as the script sees it."""
-        shown = self.read(name)
-        if not self._sees(name, os.path.isdir):
-            return os.scandir(shown)  # raises what it should
-        entries = {}
-        if shown != name:
-            entries = {entry.name: entry for entry in os.scandir(shown)}
-        if os.path.isdir(name) and not self._is_removed(name):  # noqa: PTH112
-            for entry in os.scandir(name):
-                if entry.name not in entries and not self._is_removed(f"{name}/{entry.name}"):
-                    entries[entry.name] = entry
-        return _Listing(iter(entries.values()))
+        name = self._followed(name)
+        if not self._sees(name, _is_folder):
+            return _scandir(self.read(name))  # raises what it should
+        return _Listing(self._entries(name))
 
     def listdir(self, name: str) -> list[str]:
         """The names in a folder, as the script sees it."""
         return [entry.name for entry in self.scandir(name)]
 
-    @_as_ours
-    def _sees(self, name: str, is_there: Callable[[str], bool] = os.path.lexists) -> bool:
+    def _entries(self, name: str) -> Iterator[Any]:
+        seen = set()
+        if _is_folder(self._shadows + name):
+            for entry in _scandir(self._shadows + name):
+                seen.add(entry.name)
+                yield entry
+        if _is_folder(name) and not self._is_removed(name):
+            for entry in _scandir(name):
+                if entry.name not in seen and not self._is_removed(f"{name}/{entry.name}"):
+                    yield entry
+
+    def _sees(self, name: str, is_there: Callable[[str], bool]) -> bool:
         """Whether there is such a thing, or such a folder, as the script sees it."""
         return is_there(self._shadows + name) or (is_there(name) and not self._is_removed(name))
 
     def _is_removed(self, name: str) -> bool:
-        """Whether this, or a folder it lies in, has been removed (what came there later lies in the shadow)."""
-        if not os.path.exists(self._removed):  # noqa: PTH110
-            return False
-        places = (name, *map(str, pathlib.PurePath(name).parents))
-        return any(os.path.exists(f"{self._removed}{place}/.removed") for place in places)  # noqa: PTH110
+        """Whether this, or a folder it lies in, has been removed (what came there later lies in the
+        shadow)."""
+        mark = self._removed
+        for part in name.split("/")[1:]:
+            mark = f"{mark}/{part}"
+            if not _exists(mark):
+                return False
+            if _exists(f"{mark}/.removed"):
+                return True
+        return False
 
 
 class _Listing(contextlib.nullcontext[Iterator[Any]]):
@@ -201,23 +244,28 @@ class _Listing(contextlib.nullcontext[Iterator[Any]]):
 def install(sandbox: Sandbox) -> None:
     """Redirect what this process writes from now on."""
     shadows = Shadows(sandbox)
-    copied, new = functools.partial(shadows.write, copy=True), functools.partial(shadows.write, new=True)
+    read, lread = shadows.read, functools.partial(shadows.read, follow=False)
+    copied = functools.partial(shadows.write, copy=True)
+    lcopied, new = functools.partial(copied, follow=False), functools.partial(shadows.write, new=True)
     builtins.open = io.open = _open_redirected(shadows)
+    io.FileIO = _io.FileIO = _file_io_redirected(shadows)  # type: ignore[misc]
     os.open = _os_open_redirected(shadows)
     for names, find in (
-        ("stat lstat readlink access listxattr getxattr", shadows.read),
-        ("truncate chmod chown lchown utime setxattr removexattr", copied),
-        ("mkfifo mknod", new),
+        (("stat", "access", "listxattr", "getxattr"), read),
+        (("lstat", "readlink"), lread),
+        (("truncate", "chmod", "chown", "utime", "setxattr", "removexattr", "fchmod", "fchown"), copied),
+        (("lchown",), lcopied),
+        (("mkfifo", "mknod"), new),
     ):
-        for name in names.split():
-            setattr(os, name, _elsewhere(getattr(os, name), find))
+        for name in names:
+            setattr(os, name, _elsewhere(getattr(os, name), shadows, find))
     for name in ("listdir", "scandir", "mkdir", "remove", "rmdir"):
         setattr(os, name, _instead(getattr(os, name), shadows, getattr(shadows, name)))
     os.unlink = os.remove
-    shutil.rmtree = _instead(shutil.rmtree, shadows, shadows.rmtree)
+    shutil.rmtree = _instead(_rmtree, shadows, shadows.rmtree)
     os.rename = os.replace = _of_two(os.rename, shadows, shadows.move)
     os.link = _of_two(os.link, shadows, shadows.link)
-    os.symlink = _symlink_redirected(shadows)
+    os.symlink = _with_second(os.symlink, shadows)
     accessor: Any = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 holds on to the functions it found
     for name in ("stat", "open", "listdir", "scandir", "mkdir", "unlink", "rmdir", "rename", "replace", "chmod"):
         if accessor is not None:
@@ -246,63 +294,79 @@ def redirect_safetensors(module: Any, sandbox: Sandbox) -> None:
     module.load_file = lambda filename, *a, **k: load(shadows.read(filename), *a, **k)
 
 
-def _open_redirected(shadows: Shadows) -> Any:
-    plain = io.open
+def _opened(shadows: Shadows, file: Any, mode: str) -> Any:
+    if any(letter in mode for letter in "wax+"):
+        return shadows.write(file, copy="w" not in mode, new="x" in mode)
+    return shadows.read(file)
 
-    @functools.wraps(plain)
+
+def _open_redirected(shadows: Shadows) -> Any:
+    @functools.wraps(_open)
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if hasattr(_ours, "at_work"):
-            return plain(file, mode, *args, **kwargs)
-        if any(letter in mode for letter in "wax+"):
-            file = shadows.write(file, copy="w" not in mode, new="x" in mode)
-        else:
-            file = shadows.read(file)
-        return plain(file, mode, *args, **kwargs)
+        return _open(_opened(shadows, file, mode), mode, *args, **kwargs)
 
     return redirected
+
+
+def _file_io_redirected(shadows: Shadows) -> Any:
+    class Kind(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, _FileIO)  # open() makes those
+
+    class FileIO(_FileIO, metaclass=Kind):  # type: ignore[misc, valid-type]
+        def __init__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+            super().__init__(_opened(shadows, file, mode), mode, *args, **kwargs)
+
+    return FileIO
 
 
 def _os_open_redirected(shadows: Shadows) -> Any:
-    plain = os.open
+    os_open = os.open
 
-    @functools.wraps(plain)
+    @functools.wraps(os_open)
     def redirected(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if hasattr(_ours, "at_work"):
-            return plain(path, flags, mode, dir_fd=dir_fd)
-        path, follow = _under(path, dir_fd), not flags & os.O_NOFOLLOW
+        name = shadows.of(path, dir_fd)
+        if name is None:
+            return os_open(path, flags, mode, dir_fd=dir_fd)
+        follow = not flags & os.O_NOFOLLOW
+        path = path if dir_fd is None else name
         if flags & _WRITING:
-            path = shadows.write(path, copy=not flags & os.O_TRUNC, new=bool(flags & os.O_EXCL), follow=follow)
+            where = shadows.write(path, copy=not flags & os.O_TRUNC, new=bool(flags & os.O_EXCL), follow=follow)
         else:
-            path = shadows.read(path, follow=follow)
-        return plain(path, flags, mode)
+            where = shadows.read(path, follow=follow)
+        return os_open(where, flags, mode)
 
     return redirected
 
 
-def _elsewhere(function: Any, find: Callable[..., Any]) -> Any:
-    """The same, on another path."""
-    of_links = function.__name__ in ("lstat", "readlink", "lchown")
+def _elsewhere(function: Any, shadows: Shadows, find: Callable[[Any], Any]) -> Any:
+    """The same, on another path. The descriptor of a file of the user's is one too, where more is done than
+    to read."""
+    writes = getattr(find, "func", None) == shadows.write
 
     @functools.wraps(function)
     def redirected(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        if hasattr(_ours, "at_work"):
-            return function(_under(path, dir_fd), *args, **kwargs)
-        follow = not of_links and kwargs.get("follow_symlinks", True)
-        return function(find(_under(path, dir_fd), follow=follow), *args, **kwargs)
+        if isinstance(path, int):
+            target = _link(f"/proc/self/fd/{path}") if writes else None
+            if target is None or shadows.of(target) is None:
+                return function(path, *args, **kwargs)
+            return getattr(os, function.__name__.removeprefix("f"))(target, *args, **kwargs)  # fchmod: chmod
+        name = shadows.of(path, dir_fd)
+        if name is None:
+            if dir_fd is not None:
+                kwargs["dir_fd"] = dir_fd
+            return function(path, *args, **kwargs)
+        return function(find(path if dir_fd is None else name), *args, **kwargs)
 
     return redirected
 
 
 def _instead(function: Any, shadows: Shadows, covered: Callable[..., Any]) -> Any:
     """The same, but for a covered path something else."""
-    reads = function.__name__ in ("listdir", "scandir")
 
     @functools.wraps(function)
     def redirected(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        if hasattr(_ours, "at_work"):
-            return function(path, *args, **kwargs)
-        at = _under("." if path is None else path, kwargs.get("dir_fd"))
-        name = shadows.of(at, follow=reads)
+        name = shadows.of("." if path is None else path, kwargs.get("dir_fd"))
         if name is None:
             return function(path, *args, **kwargs)
         kwargs.pop("dir_fd", None)
@@ -318,36 +382,65 @@ def _of_two(function: Any, shadows: Shadows, covered: Callable[[Any, Any], None]
     def redirected(
         src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **how: Any
     ) -> None:
-        source, target = _under(src, src_dir_fd), _under(dst, dst_dir_fd)
-        there = [shadows.of(path, follow=False) for path in (source, target)]
-        if hasattr(_ours, "at_work") or there == [None, None]:
+        source, target = shadows.of(src, src_dir_fd), shadows.of(dst, dst_dir_fd)
+        if source is None and target is None:
             function(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, **how)
         else:
-            covered(there[0] or source, there[1] or target)
+            source = source or _under(os.fsdecode(src), src_dir_fd)
+            covered(source, target or _under(os.fsdecode(dst), dst_dir_fd))
 
     return redirected
 
 
-def _symlink_redirected(shadows: Shadows) -> Any:
-    plain = os.symlink
-
-    @functools.wraps(plain)
-    def redirected(src: Any, dst: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        dst = _under(dst, dir_fd)
-        name = shadows.of(dst, follow=False)
-        if hasattr(_ours, "at_work") or name is None:
-            return plain(src, dst, *args, **kwargs)
-        return shadows.symlink(os.fsdecode(src), name)
-
-    return redirected
-
-
-def _under(path: Any, dir_fd: int | None) -> Any:
+def _under(path: str, dir_fd: int | None) -> str:
     """A path, relative to an open folder where one is given."""
     if dir_fd is None:
         return path
-    return os.path.join(f"/proc/self/fd/{dir_fd}", os.fsdecode(path))  # noqa: PTH118
+    return os.path.join(f"/proc/self/fd/{dir_fd}", path)  # noqa: PTH118
+
+
+def _with_second(function: Any, shadows: Shadows) -> Any:
+    @functools.wraps(function)
+    def redirected(src: Any, dst: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+        name = shadows.of(dst, dir_fd)
+        if name is None:
+            return function(src, dst, *args, dir_fd=dir_fd, **kwargs)
+        return shadows.symlink(src, name)
+
+    return redirected
 
 
 def _problem(number: int, name: str) -> OSError:
     return OSError(number, os.strerror(number), name)
+
+
+def _exists(name: str) -> bool:
+    try:
+        _lstat(name)
+    except OSError:
+        return False
+    return True
+
+
+def _link(name: str) -> str | None:
+    """What a link leads to; None for anything else."""
+    try:
+        return _readlink(name)
+    except OSError:
+        return None
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        return stat.S_ISDIR(_stat(name).st_mode)
+    except OSError:
+        return False
+
+
+def _make_folders(name: str) -> None:
+    if not _is_folder(name):
+        _make_folders(os.path.dirname(name))  # noqa: PTH120
+        try:
+            _mkdir(name)
+        except FileExistsError:
+            pass  # another process was quicker
