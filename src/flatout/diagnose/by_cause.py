@@ -124,7 +124,8 @@ def _idle_share(metrics: RankMetrics, part: Part) -> float:
         return part.share  # whatever the GPU does in it, it does not train
     if part.gpu_idle_ms is not None and part.ms:
         return part.share * min(1.0, part.gpu_idle_ms / part.ms)
-    return min(part.share, metrics.saved_without(part.name) or 0.0)
+    saved = metrics.saved_without(part.name)
+    return part.share if saved is None else min(part.share, saved)
 
 
 def _starting_workers(metrics: RankMetrics, findings: Sequence[Finding], idle: dict[str, float]) -> list[Charge]:

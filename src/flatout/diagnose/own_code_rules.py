@@ -17,8 +17,9 @@ _MOST_LINES = 8
 def own_code(metrics: RankMetrics) -> Finding | None:
     """The script's own code between the phases takes the time."""
     share = metrics.share(REST)
-    if metrics.on_gpu:
-        share = min(share, metrics.saved_without(REST) or 0.0)  # while the GPU is at work, it costs nothing
+    saved = metrics.saved_without(REST)
+    if saved is not None:
+        share = min(share, saved)  # while the GPU is at work, it costs nothing
     functions = in_training(metrics.rank)
     if share < (_MIN_SHARE if functions else _MIN_SHARE_WITHOUT_LINES):
         return None

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from flatout.model.finding import Finding
-from flatout.model.records import DiskSample
+from flatout.model.records import DiskSample, Frame, Stacks, StackTime
 from flatout.model.sketch import Sketch
 from flatout.report import Report, run_of
 from flatout.report.account import Account
@@ -33,6 +33,7 @@ from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
 
 BATCH = 32
+DATASET = "Photos"
 
 
 def printed(show: Callable[[Console], None], width: int = 80) -> str:
@@ -48,6 +49,22 @@ def printed(show: Callable[[Console], None], width: int = 80) -> str:
 def account_of(trace: Trace) -> Account:
     """The account of a trace."""
     return run_of(trace, "runs/one").account
+
+
+def looks(phase: str, where: str, function: str, called: str, source: str, **worker: Any) -> Stacks:
+    """Eighty looks at one line, and twenty at the line after it."""
+    file, _, number = where.partition(":")
+    frames = (
+        Frame(where="train.py:99", function="main", own=True, source="main()"),
+        Frame(where=where, function=function, own=True, source=source),
+        Frame(where=called, function=called.rpartition("/")[2].partition(".")[0]),
+        Frame(where=f"{file}:{int(number) + 1}", function=function, own=True, source="return total"),
+    )
+    stacks = (
+        StackTime(phase=phase, frames=(0, 1, 2), seconds=0.8, looks=80),
+        StackTime(phase=phase, frames=(0, 3), seconds=0.2, looks=20),
+    )
+    return Stacks(time_s=110.0, pid=worker.get("worker") or 1, frames=frames, stacks=stacks, **worker)
 
 
 def report_of(trace: Trace, *findings: Finding) -> Report:
@@ -124,7 +141,16 @@ def whole_run() -> Trace:
     ]
     steps = [dataclasses.replace(one, loss=2.0 / (1 + max(0, one.index))) for one in steps]
     return trace_of(
-        rank_of(steps, xray=xray(), workers=tuple(worker(n) for n in range(4))),
+        rank_of(
+            steps,
+            xray=xray(),
+            workers=tuple(worker(n) for n in range(4)),
+            stacks=(
+                looks(
+                    "samples", "data.py:20", "Photos.decode", "PIL/Image.py:7", "im = <b>open</b>(f)", dataset="Photos"
+                ),
+            ),
+        ),
         samples=[sample(7.0 + n) for n in range(12)],
         notes=[Note(time_s=8.0, text="the <b>disk</b> was full")],
     )

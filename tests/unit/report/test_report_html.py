@@ -99,11 +99,12 @@ def page_of(run: Trace, *findings: Finding) -> Page:
 def test_a_run_that_has_everything_shows_everything() -> None:
     shown = page_of(whole_run(), FINDING)
 
-    sections = "findings time steps run loading workers xray gpus facts notes trace"
+    sections = "findings time causes lines-samples steps run loading workers xray gpus facts notes trace"
     assert shown.sections == sections.split()
     titles = ("Step time", "Waiting for data", "Loss", "GPU", "Power", "CPU", "Disk")
     for plot, title in zip(shown.plots, titles, strict=True):
         assert str(plot["aria-label"]).startswith(title)
+    assert shown.text.count("im = <b>open</b>(f)") == 1  # the code frame; as text, not as markup
     for figure in ("train.py:42", "4,711", "void gemm<float>(int)", "Rotate", "took about 50 µs a step"):
         assert figure in shown.text
 

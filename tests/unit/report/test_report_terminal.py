@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from report_runs import account_of, printed, rank_of, report_of, steps_of, trace_of, worker
+from report_runs import account_of, looks, printed, rank_of, report_of, steps_of, trace_of, worker
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.model.facts import Facts, OwnCost
+from flatout.report import Report, run_of
 from flatout.report.terminal import show, wrapped
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
 from flatout.trace.downsample import window_of
@@ -53,7 +54,24 @@ def test_in_a_narrow_terminal_bars_of_different_lengths_differ() -> None:
     run = report_of(trace_of(rank_of([replace(step(index), spans=tuple(spans)) for index in range(60)])))
     lines = printed(lambda console: show(run, console), 60).splitlines()
     bars = [bar for line in lines for bar in re.findall("[▏▎▍▌▋▊▉█]+", line)]
-    assert len(bars) == len(set(bars)) == 3
+    assert len(set(bars)) == 3
+
+
+def test_the_lines_that_took_the_time_are_shown_as_they_stand_in_the_file() -> None:
+    """GIVEN a third of the time in the loop's own code, most of it at one line
+    THEN its source is shown with its share, and it has a line of its own in the table of phases."""
+    spans = [Span(name="forward", start_ms=0, host_ms=6.0), Span(name="rest", start_ms=6, host_ms=4.0)]
+    seen = looks("rest", "metrics.py:12", "f_score", "numpy/hist.py:3", "h = np.histogram(prediction)")
+    rank = rank_of([replace(step(index), spans=tuple(spans)) for index in range(60)], stacks=(seen,))
+    text = printed(lambda console: show(Report(run=run_of(trace_of(rank), "runs/one")), console))
+    by_phase, _, code = text.partition("Your own code: 40% of training's time")
+    assert "metrics.py:12 f_score → numpy.hist" in by_phase
+    assert "host.python" in by_phase
+    assert [line.split() for line in code.splitlines()[1:4]] == [
+        ["metrics.py,", "f_score:", "100%", "of", "that"],
+        ["80%", "12", "│", "h", "=", "np.histogram(prediction)", "→", "numpy.hist"],
+        ["20%", "13", "│", "return", "total"],
+    ]
 
 
 @pytest.mark.parametrize(
