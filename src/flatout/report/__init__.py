@@ -22,10 +22,10 @@ from flatout.diagnose.rules import diagnose_ranks
 from flatout.fix.result import FixResult
 from flatout.fix.runs import Run
 from flatout.report.account import SCHEMA, RankFigures, RecordedRun, account, figures_of_summary
+from flatout.report.code_lines import lines_of_run
 from flatout.report.comparison import Comparison, compare
 from flatout.report.findings import finding_to_json
 from flatout.report.fix_summary import FixSummary, Price, summarize
-from flatout.report.lines import lines_of_run
 from flatout.trace import Trace, merge, read, read_summaries
 
 MAX_RANKS_READ = 16

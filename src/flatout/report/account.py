@@ -19,7 +19,7 @@ from flatout.model.formatting import as_typed, count_of, exit_in_words, ms
 from flatout.model.readings import GPU_READINGS, Reading, shown_in
 from flatout.model.records import SPANS_A_STEP, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
-from flatout.report.lines import PhaseLines
+from flatout.report.code_lines import PhaseLines
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Summary, Trace, WorkerReport, Xray
 from flatout.trace.checked import from_json
 

@@ -16,7 +16,7 @@ from flatout.fix.speed import Speed
 from flatout.model.formatting import duration, in_full, ms, ms_a_step
 from flatout.report import chart_data
 from flatout.report.chart_data import Bar, Mark, Panel, Series, Timeline
-from flatout.report.lines import Flame
+from flatout.report.code_lines import Flame
 from flatout.report.markup import Html, join, table, tag
 from flatout.trace import RankTrace, Sketch, Trace, Xray
 

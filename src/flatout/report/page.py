@@ -15,8 +15,8 @@ from importlib.resources import files
 
 from flatout import __version__
 from flatout.report import Report
+from flatout.report.code_lines import CodeFrame
 from flatout.report.findings import GUIDE, sentence
-from flatout.report.lines import CodeFrame
 from flatout.report.markup import Html, join, table, tag
 from flatout.report.views import Item, Part, ReportView, Table, view_of
 

@@ -18,8 +18,8 @@ from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.fix.result import ProgressListener
 from flatout.model.formatting import duration
 from flatout.report import Report
+from flatout.report.code_lines import CodeFrame
 from flatout.report.findings import GUIDE
-from flatout.report.lines import CodeFrame
 from flatout.report.views import Item, ReportSection, Table, view_of
 
 WIDTH = 80

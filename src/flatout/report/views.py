@@ -21,10 +21,10 @@ from flatout.model.readings import GPU_READINGS, shown_in
 from flatout.report import Report, chart_data, charts
 from flatout.report.account import Account, RankFigures, RecordedRun, mean_or_peak
 from flatout.report.chart_data import WORKER_STATES, phase_name
+from flatout.report.code_lines import CodeFrame, PhaseLines, flame_of_phase
 from flatout.report.comparison import INTERVALS, Comparison, settings_of
 from flatout.report.findings import change_as_typed, gain, headline, sentence
 from flatout.report.fix_summary import FixSummary, bundles, gain_of, names_of, proofs_of
-from flatout.report.lines import CodeFrame, PhaseLines, flame_of_phase
 from flatout.report.markup import Html, as_text
 from flatout.trace import GpuSample, RankTrace, Trace, Xray
 
@@ -189,7 +189,7 @@ def _by_cause(run: RecordedRun) -> list[Part]:
             name = phase_name(charge.name)
         rows.append((name, f"{charge.share:.1%}", words, charge.where or ""))
         shares.append(charge.share)
-    heads = ("training's time by cause", "share", "", "")
+    heads = ("training's time by cause", "share", "", "where")
     return [Table(title="By cause", heads=heads, rows=rows, shares=shares)]
 
 
