@@ -21,6 +21,7 @@ FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
 _MIN_OPTIMIZER = 0.05  # of the step
 _MIN_MATRIX = 0.10  # of the time
 _MIN_JOINABLE = 0.20  # of the time
+_MIN_PADDING = 0.15  # of the tokens
 _SMALL_KERNEL_US = 20
 _IDLE_MEMORY = 0.3  # of the GPU's memory in use, at the most, where a larger batch has room
 _IDLE_SM_PCT = 40
@@ -164,6 +165,26 @@ def eager(metrics: RankMetrics) -> Finding | None:
         change="compile",
         value="default",
         advice="model.compile()",
+    )
+
+
+def padding(metrics: RankMetrics) -> Finding | None:
+    """Much of what is computed is padding."""
+    tokens = metrics.loader.tokens
+    if tokens is None or tokens.padding is None or tokens.padding < _MIN_PADDING:
+        return None
+    share = metrics.computing * tokens.padding
+    if share < MIN_SHARE:
+        return None
+    return Finding(
+        code="compute.padding",
+        title=f"{tokens.padding:.0%} of the tokens in a batch are padding",
+        share=share,
+        **gain_if_gpu_spared(metrics, 0.0, share * metrics.saved_at_most),
+        confidence=0.7,
+        evidence={"padding": rounded(tokens.padding), "tokens_a_sample": rounded(tokens.a_sample)},
+        advice="batches of samples of like length, padded to the longest of them (`group_by_length` of transformers), "
+        "or several samples packed into one row",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from flatout.diagnose.gains import gain_if_removed, rounded
+from flatout.diagnose.gains import MIN_SHARE, gain_if_gpu_spared, gain_if_removed, rounded
 from flatout.diagnose.rank_metrics import RankMetrics
 from flatout.model.finding import Finding
 from flatout.model.formatting import count_of
@@ -14,6 +14,7 @@ from flatout.trace import GpuProcess
 
 _FROM_MACHINE = "model of the machine"
 _SWAP_GREW_BYTES = 2**28
+_ROOM_FOR_ACTIVATIONS = 0.5  # of the GPU's memory in use, at the most
 _MIN_THROTTLED = 0.1  # of the samples
 _OTHERS_MEMORY_BYTES = 2**28  # a process that holds less of a GPU's memory does not count
 _MIN_OTHERS_CORES = 0.2  # of all cores
@@ -67,6 +68,28 @@ def gpu_memory(metrics: RankMetrics) -> Finding | None:
         value=max(1, batch // 2) if batch else None,
         advice="half the batch with two accumulation steps, activation checkpointing, or "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where shapes vary",
+    )
+
+
+def checkpointing(metrics: RankMetrics) -> Finding | None:
+    """Activations are computed again in backward, while the GPU's memory has room for them."""
+    facts, part = metrics.facts, metrics.passed("checkpoint")
+    if not part or not facts.memory_reserved_bytes or not facts.memory_total_bytes:
+        return None
+    used, share = facts.memory_reserved_bytes / facts.memory_total_bytes, metrics.share("forward")
+    if metrics.xray is not None and metrics.xray.wall_ms:
+        share = metrics.xray.busy_by_phase_ms.get("forward", 0.0) / metrics.xray.wall_ms
+    share *= part  # backward does again what forward did
+    if used > _ROOM_FOR_ACTIVATIONS or share < MIN_SHARE:
+        return None
+    return Finding(
+        code="memory.checkpointing",
+        title=f"activations are computed again in backward, and the GPU's memory is {used:.0%} used",
+        share=share,
+        **gain_if_gpu_spared(metrics, 0.0, share * metrics.saved_at_most),
+        confidence=0.6,
+        evidence={"memory_share": rounded(used), "checkpointed_share_of_forward": rounded(part)},
+        advice="checkpoint fewer layers, or none (gradient_checkpointing=False), as far as the memory allows",
     )
 
 
@@ -145,6 +168,9 @@ def shared_gpu(metrics: RankMetrics) -> Finding | None:
 def idle_gpus(metrics: RankMetrics) -> Finding | None:
     """Several GPUs are visible, and one is used."""
     visible = metrics.facts.gpus_visible or 0
+    parallel = metrics.facts.parallel
+    if parallel is not None and parallel.data_parallel:
+        return None
     if visible <= 1 or metrics.rank.info.world_size > 1 or len(metrics.facts.devices) > 1:
         return None
     return Finding(

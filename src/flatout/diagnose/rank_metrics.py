@@ -16,6 +16,7 @@ from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.find_knobs import Knob, every_knob
+from flatout.diagnose.hot_lines import ENOUGH_LOOKS
 from flatout.diagnose.replay import gain_without
 from flatout.model.facts import NO_LOADER, Facts, LoaderFacts
 from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
@@ -331,6 +332,21 @@ class RankMetrics:
         if not ceiling or not seen.samples_per_s or ceiling / seen.samples_per_s <= MIN_CEILING:
             return None
         return ceiling / seen.samples_per_s
+
+    @cached_property
+    def computing(self) -> float:
+        """The share of the time that goes into forward and backward, and that is work of the GPU's."""
+        share = sum(self.share(phase) for phase in ("forward", "loss", "backward"))
+        return share if self.busy_share is None else min(share, self.busy_share)
+
+    def passed(self, through: str) -> float:
+        """The share of forward passes in which the stack was seen to pass through something, as stacks name it."""
+        seen = [stacks for stacks in self.rank.stacks if stacks.dataset is None]
+        forward = [one for stacks in seen for one in stacks.stacks if one.phase == "forward"]
+        seconds = sum(one.seconds for one in forward)
+        if sum(one.looks for one in forward) < ENOUGH_LOOKS or not seconds:
+            return 0.0
+        return min(1.0, sum(stacks.passed_s.get(through, 0.0) for stacks in seen) / seconds)
 
     # -- the machine
 

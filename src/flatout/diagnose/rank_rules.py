@@ -10,6 +10,7 @@ from flatout.model.finding import Finding
 
 _MIN_STRAGGLING = 0.05  # of the step that the others wait for one rank
 _MIN_EXCHANGE = 0.15  # of the step
+_MIN_WAITING = 0.10  # of the step, on the mean of all ranks
 
 
 def straggler(ranks: Sequence[RankMetrics]) -> Finding | None:
@@ -79,4 +80,62 @@ def gradient_exchange(ranks: Sequence[RankMetrics]) -> Finding | None:
         confidence=0.6,
         evidence={"collective_ms": rounded(spent_ms)},
         advice="accumulate gradients under no_sync, or a larger batch a rank",
+    )
+
+
+def scaling(ranks: Sequence[RankMetrics]) -> Finding | None:
+    """Ranks wait, now one and now another, and neither one slow rank nor the network explains it."""
+    waited_ms = [m.facts.gradient_exchange.waited_ms for m in ranks if m.facts.gradient_exchange is not None]
+    if len(ranks) < 2 or len(waited_ms) < len(ranks) or straggler(ranks) or gradient_exchange(ranks):
+        return None
+    waits = [min(MAX_SAVED, ms / m.mean_ms) for ms, m in zip(waited_ms, ranks, strict=True) if m.mean_ms]
+    if len(waits) < len(ranks):
+        return None
+    lost = sum(waits) / len(waits)
+    if lost < _MIN_WAITING:
+        return None
+    return Finding(
+        code="dist.scaling",
+        title=f"{len(ranks)} ranks do the work of {len(ranks) * (1 - lost):.1f}: they wait {lost:.0%} of the step for "
+        "each other's gradients",
+        share=lost,
+        **gain_if_removed(0.0, lost),
+        confidence=0.5,
+        evidence={"ranks": len(ranks), "waiting_share": [rounded(wait) for wait in waits]},
+        advice="batches that take equally long on all ranks; accumulate gradients under no_sync; a larger batch a rank",
+    )
+
+
+def data_parallel(metrics: RankMetrics) -> Finding | None:
+    """nn.DataParallel: one process drives several GPUs, and copies the model to each of them in every step."""
+    parallel = metrics.facts.parallel
+    if parallel is None or not parallel.data_parallel:
+        return None
+    gpus = parallel.data_parallel
+    # Its replicas share one interpreter: of what forward passes take, all but one replica's part may go.
+    share = metrics.passed("data parallel") * metrics.share("forward") * (1 - 1 / gpus)
+    return Finding(
+        code="dist.data-parallel",
+        title=f"nn.DataParallel drives {gpus} GPUs from one process",
+        share=share,
+        **gain_if_removed(0.0, share),
+        confidence=0.8,
+        evidence={"gpus": gpus},
+        advice=f"DistributedDataParallel, started by torchrun --nproc-per-node {gpus}",
+    )
+
+
+def unused_parameters(metrics: RankMetrics) -> Finding | None:
+    """DistributedDataParallel looks for unused parameters in every step, and there are none."""
+    parallel = metrics.facts.parallel
+    if parallel is None or not parallel.find_unused_parameters or parallel.unused_parameters is not False:
+        return None
+    return Finding(
+        code="dist.unused-parameters",
+        title="DistributedDataParallel looks for unused parameters in every step, and found none",
+        share=0.0,
+        derived="setting",
+        confidence=0.6,
+        evidence={"find_unused_parameters": True},
+        advice="leave find_unused_parameters out; where some steps do leave parameters out, keep it",
     )

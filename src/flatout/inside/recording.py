@@ -33,9 +33,10 @@ from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
 from flatout.inside.stacks import StackSampler
 from flatout.inside.timing import LIBRARIES, Timing
+from flatout.inside.tokens import TokenCounts
 from flatout.launch.protocol import RANK, Options
 from flatout.model.errors import FlatoutError, TraceError
-from flatout.model.facts import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost
+from flatout.model.facts import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost, ParallelFacts
 from flatout.model.frameworks import framework_of
 from flatout.redact import redact_text
 from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
@@ -141,6 +142,7 @@ class Recording:
         gpu = CudaClock() if with_cuda else None
         self.recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=self._losses, sampling=sampling)
         self._exchange: GradientExchange | None = None
+        self._parallel: ParallelFacts | None = None
         self._last_optimizer: Callable[[], Any] = lambda: None  # its parameters may be many: they are not held here
         self._optimizer_facts = OptimizerFacts()
         self._facts_at_step = _FIRST_FACTS_AT_STEP
@@ -256,8 +258,9 @@ class Recording:
 
     def _write_facts(self) -> None:
         self.settings.note_config_modules()
-        # The model may be gone.
-        self._exchange = run_facts.gradient_exchange(self._process.roots.made) or self._exchange
+        modules = self._process.roots.made  # the model may be gone
+        self._exchange = run_facts.gradient_exchange(modules) or self._exchange
+        self._parallel = run_facts.parallel(modules) or self._parallel
         self._look_at_optimizer()
         facts = dataclasses.replace(
             run_facts.in_force(self._optimizer_facts),
@@ -265,6 +268,7 @@ class Recording:
             loaders_side_by_side=self.recorder.loaders_side_by_side,
             autocast=tuple(sorted(self.autocast)) or ("None",),
             gradient_exchange=self._exchange,
+            parallel=self._parallel,
             settings=tuple(self.settings.read),
             own_cost=self.own_cost(),
         )
@@ -375,6 +379,7 @@ class LoaderNotes:
         self._passes: dict[int, int] = {}
         self._seen: dict[int, dict[str, str]] = {}  # by loader: `written` and `fills`
         self.watched: dict[int, _WatchedData] = {}
+        self.tokens = TokenCounts()
 
     def pass_begins(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass."""
@@ -429,7 +434,8 @@ class LoaderNotes:
             seen = {**self._seen.get(number, {}), **seen}
         trains = not train_loaders.isdisjoint(numbers)
         made_anew = len(numbers) > 1 == max(self._passes[number] for number in numbers)
-        return dataclasses.replace(self._facts[numbers[0]], trains=trains, made_anew=made_anew, **seen)
+        tokens = next((known for number in numbers if (known := self.tokens.of(number)) is not None), None)
+        return dataclasses.replace(self._facts[numbers[0]], trains=trains, made_anew=made_anew, tokens=tokens, **seen)
 
 
 def _rank_and_world_size() -> tuple[int, int]:

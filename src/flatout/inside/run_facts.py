@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from flatout.model.facts import Facts, GradientExchange, LoaderFacts, OptimizerFacts, ProcessGroup, length_of
+from flatout.model.facts import (
+    Facts,
+    GradientExchange,
+    LoaderFacts,
+    OptimizerFacts,
+    ParallelFacts,
+    ProcessGroup,
+    length_of,
+)
 
 
 def loader_facts(loader: Any) -> LoaderFacts:
@@ -127,6 +135,20 @@ def gradient_exchange(modules: Iterable[Any]) -> GradientExchange | None:
             hidden_ns = timed.get("avg_backward_compute_comm_overlap_time", 0)
             if took_ns:
                 return GradientExchange(hidden_ms=hidden_ns / 1e6, waited_ms=max(0, took_ns - hidden_ns) / 1e6)
+    return None
+
+
+def parallel(modules: Iterable[Any]) -> ParallelFacts | None:
+    """How the model was wrapped for several GPUs or ranks; None where it was not."""
+    for module in modules:
+        if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
+            return ParallelFacts(data_parallel=len(module.device_ids))
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            unused = module._get_ddp_logging_data().get("unused_parameter_size")
+            return ParallelFacts(
+                find_unused_parameters=bool(module.find_unused_parameters),
+                unused_parameters=unused > 0 if unused is not None else None,
+            )
     return None
 
 

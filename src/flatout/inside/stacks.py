@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import operator
 import os
 import site
 import sys
@@ -48,6 +49,8 @@ _PHASE_OF_CALL = (
     ("torch/autograd/__init__.py", "backward", "backward"),
     ("torch/optim/optimizer.py", "wrapper", "optimizer"),
 )
+# What a stack may pass through in forward, and what its time is called then.
+_PASSES = {"torch/utils/checkpoint.py": "checkpoint", "torch/nn/parallel/data_parallel.py": "data parallel"}
 # Packages that start a training and are none themselves.
 _LAUNCHERS = ("torch", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "ipykernel")
 # Where a loader worker begins; what lies outside it is the training process that was forked.
@@ -76,6 +79,7 @@ class StackSampler:
         self._dense = False
         self._users_switch_s: float | None = None
         self._seen: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])  # seconds, looks
+        self._passed_s: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._runner: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -139,6 +143,9 @@ class StackSampler:
             return
         if phase in ("unsplit", "rest"):
             phase = _phase_of(stack) or phase
+        if phase == "forward":
+            for name in _passed(stack):
+                self._passed_s[name] += seconds
         with self._lock:
             seen = self._seen[phase, shown(stack)]
             seen[0] += seconds
@@ -162,6 +169,7 @@ class StackSampler:
             dataset=dataset,
             frames=tuple(_frame(code, number) for code, number in numbers),
             stacks=tuple(stacks),
+            passed_s=dict(self._passed_s),
         )
 
 
@@ -225,6 +233,12 @@ def _libraries() -> tuple[str, ...]:
     folders |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
     folders |= {str(Path(folder).resolve()) for folder in folders}
     return tuple(sorted((folder + os.sep for folder in folders), key=len, reverse=True))
+
+
+def _passed(stack: Iterable[Line]) -> set[str]:
+    """What the stack passes through, by the files that are in it."""
+    files = {code.co_filename for code, _ in stack}
+    return {name for file, name in _PASSES.items() if any(map(operator.methodcaller("endswith", file), files))}
 
 
 def _phase_of(stack: Iterable[Line]) -> str | None:

@@ -252,6 +252,9 @@ class Timing:
         finally:
             if not self.off:
                 self._guarded(recorder.fetched, samples)
+                tokens = self._recording.loaders.tokens
+                if samples and tokens.wants(loader, batch):
+                    self._guarded(recorder.as_own, functools.partial(tokens.look, loader, batch))
 
     # -- forward, backward, optimizer --------------------------------------------------------------
 

@@ -11,6 +11,14 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFacts:
+    """Tokens in the batches of a loader, as far as they were looked at."""
+
+    a_sample: float  # the padding counted
+    padding: float | None = None  # share of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFacts:
     """The settings of a DataLoader as they were in force."""
 
@@ -34,6 +42,7 @@ class LoaderFacts:
     made_anew: bool | None = None  # there are several alike, and each has had one pass
     written: str | None = None  # what the loop wrote to in its dataset between two batches
     fills: str | None = None  # what samples fill in its dataset
+    tokens: TokenFacts | None = None  # where its batches have any
 
 
 def length_of(sized: Any) -> int | None:
@@ -75,6 +84,15 @@ class GradientExchange:
 
     waited_ms: float
     hidden_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelFacts:
+    """How the model was wrapped for several GPUs or ranks."""
+
+    data_parallel: int | None = None  # GPUs of an nn.DataParallel
+    find_unused_parameters: bool | None = None  # of DistributedDataParallel
+    unused_parameters: bool | None = None  # whether it has found any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +155,7 @@ class Facts(OptimizerFacts):
     loaders: tuple[LoaderFacts, ...] = ()
     loaders_side_by_side: int | None = None  # read in turn for one step
     gradient_exchange: GradientExchange | None = None
+    parallel: ParallelFacts | None = None
     settings: tuple[SettingsRead, ...] = ()
     own_cost: OwnCost | None = None
     changes: tuple[AppliedChange, ...] = ()

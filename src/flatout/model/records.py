@@ -271,6 +271,7 @@ class Stacks:
     pid: int
     frames: tuple[Frame, ...]
     stacks: tuple[StackTime, ...]
+    passed_s: dict[str, float] = field(default_factory=dict)  # forward passes in checkpoint, in data parallel
     dataset: str | None = None
     worker: int | None = None
 

@@ -335,6 +335,7 @@ def settings_of(one: Account) -> list[tuple[str, Any]]:
     changes = [f"{change.name}={change.value}" for change in one.facts.changes if change.applied]
     found = [("command", " ".join(one.command)), ("ranks", one.ranks), ("loaders", len(loaders))]
     for number, loader in enumerate(loaders, 1):
+        loader.pop("tokens", None)  # counted, not set
         found += _flat(f"loader {number}", loader)
     if changes:
         found.append(("changed by flatout", changes))

@@ -20,6 +20,7 @@ from flatout.model.facts import (
     GradientExchange,
     LoaderFacts,
     OwnCost,
+    ParallelFacts,
     ProcessGroup,
     SettingsRead,
 )
@@ -35,7 +36,9 @@ _MOST_ANY = 1e150  # its square is still a number
 _SLIGHTLY_NEGATIVE = -1.0
 _DEEPEST = 100
 # A bad value in one of these is left out; the others are kept.
-_LENIENT = frozenset({Facts, LoaderFacts, SettingsRead, AppliedChange, GradientExchange, ProcessGroup, OwnCost})
+_LENIENT = frozenset(
+    {Facts, LoaderFacts, SettingsRead, AppliedChange, GradientExchange, ParallelFacts, ProcessGroup, OwnCost}
+)
 
 
 def from_json(kind: Callable[..., R], data: Any) -> R:

@@ -20,7 +20,18 @@ RECORDINGS = sorted(path for path in TRACES.glob("*-*") if path.suffix == ".tgz"
 MOST_BYTES = 100_000
 
 # What no machine at hand produces by itself: tests/unit/diagnose/test_rules.py has these causes built by hand.
-BUILT_BY_HAND = {"hardware.throttled", "hardware.idle-gpus", "data.few-shards", "host.python", "drift.slower"}
+BUILT_BY_HAND = {
+    "hardware.throttled",
+    "hardware.idle-gpus",
+    "data.few-shards",
+    "host.python",
+    "drift.slower",
+    "compute.padding",
+    "memory.checkpointing",
+    "dist.scaling",
+    "dist.data-parallel",
+    "dist.unused-parameters",
+}
 
 
 def code_of(recording: Path) -> str:

@@ -10,7 +10,9 @@ from diagnose_cases import CORES, FACTS, HEALTHY, LOADER, hardware, steps, trace
 from flatout.diagnose.rank_metrics import metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.model.causes import CODES
+from flatout.model.facts import GradientExchange
 from flatout.model.finding import Finding
+from flatout.model.records import Stacks, StackTime
 from flatout.report.findings import gain
 from flatout.trace import Facts, GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
 from flatout.trace.checked import from_json
@@ -639,6 +641,77 @@ def test_the_culprit_waits_least_for_the_others(waits_ms: tuple[float, float]) -
     )
     found = next(f for f in diagnose(Trace(ranks=ranks, samples={})) if f.code == "dist.straggler")
     assert (found.evidence["rank"], found.evidence["phase"]) == (1, "data")
+
+
+def test_padding_is_worth_at_most_its_share_of_what_is_computed() -> None:
+    found = first(trace(loader={"tokens": {"a_sample": 512.0, "padding": 0.5}}))
+    assert (found.code, found.gain_low) == ("compute.padding", 1.0)
+    assert 1.6 < found.gain_high <= 2.0
+
+
+@pytest.mark.parametrize("padding", [0.1, None], ids=["little", "unknown"])
+def test_little_padding_is_no_fault(padding: float | None) -> None:
+    assert codes(trace(loader={"tokens": {"a_sample": 512.0, "padding": padding}})) == ["compute.saturated"]
+
+
+def test_padding_is_worth_nothing_while_the_loader_cannot_follow() -> None:
+    slow = workers(2, sample_ms=2.0, busy=0.95)
+    made = trace(*STARVED, loader={"num_workers": 2, "tokens": {"a_sample": 512.0, "padding": 0.8}}, workers=slow)
+    padding = next(finding for finding in diagnose(made) if finding.code == "compute.padding")
+    assert padding.gain_high < 1.3
+
+
+def looks(forward_s: float, **passed_s: float) -> tuple[Stacks, ...]:
+    """Looks at the training thread in its forward passes."""
+    time = StackTime(phase="forward", frames=(), seconds=forward_s, looks=100)
+    names = {name.replace("_", " "): seconds for name, seconds in passed_s.items()}
+    return (Stacks(time_s=110.0, pid=1, frames=(), stacks=(time,), passed_s=names),)
+
+
+@pytest.mark.parametrize("used", [40, 100])
+def test_activations_are_computed_again_while_there_is_room_for_them(used: int) -> None:
+    memory = {"memory_reserved_bytes": used << 30, "memory_total_bytes": 140 << 30}
+    found = diagnose(trace(facts=memory, stacks=looks(10.0, checkpoint=8.0)))
+    assert [f.code for f in found] == (["memory.checkpointing"] if used == 40 else ["compute.saturated"])
+    if used == 40:  # forward is 48 of 160 ms, and four fifths of it are done again
+        assert (found[0].share, found[0].gain_high) == (pytest.approx(0.24), pytest.approx(1 / 0.76))
+    assert codes(trace(facts=memory, stacks=looks(10.0))) == ["compute.saturated"]
+
+
+def test_data_parallel_is_named_and_its_gpus_are_not_called_unused() -> None:
+    several = {"gpus_visible": 4, "parallel": {"data_parallel": 4}}
+    found = diagnose(trace(facts=several, stacks=looks(10.0, data_parallel=10.0)))
+    assert [f.code for f in found] == ["compute.saturated", "dist.data-parallel"]  # of each step it takes little
+    assert found[1].gain_high == pytest.approx(1 / (1 - 0.1 * 0.75), rel=0.01)
+    assert codes(trace(facts=several)) == ["compute.saturated", "dist.data-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("looks_for", "finds", "told"),
+    [(True, False, True), (True, True, False), (False, False, False), (True, None, False)],
+)
+def test_looking_for_unused_parameters_where_there_are_none(looks_for: bool, finds: bool | None, told: bool) -> None:
+    found = diagnose(trace(facts={"parallel": {"find_unused_parameters": looks_for, "unused_parameters": finds}}))
+    assert [f.code for f in found] == ["compute.saturated"] + ["dist.unused-parameters"] * told
+    assert found[-1].gain_high == 1.0
+
+
+@pytest.mark.parametrize(
+    ("waited_ms", "told"), [((2.4, 2.6), ["dist.scaling"]), ((0.5, 0.4), []), ((6.0, 6.0), ["dist.comm"])]
+)
+def test_ranks_that_wait_for_each_other_in_turn(waited_ms: tuple[float, float], told: list[str]) -> None:
+    made = trace().ranks[0]
+    ranks = tuple(
+        dataclasses.replace(
+            made,
+            info=RunInfo(name="t", host="node", rank=n, world_size=2),
+            facts=dataclasses.replace(made.facts, gradient_exchange=GradientExchange(waited_ms=ms)),
+        )
+        for n, ms in enumerate(waited_ms)
+    )
+    found = [f for f in diagnose(Trace(ranks=ranks, samples={})) if f.code.startswith("dist")]
+    assert [f.code for f in found] == told
+    assert all(1 < f.gain_high <= 1 / (1 - max(waited_ms) / 20) + 0.01 for f in found)
 
 
 def test_gains_together_promise_no_more_than_the_ceiling() -> None:

@@ -1,0 +1,64 @@
+"""Causes that a small training on the CPU can have: what was measured says so, and the verdict."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from observing import flatout_run, write
+
+from flatout import trace
+from flatout.diagnose.rules import diagnose
+
+PADDED = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    def padded(samples):
+        ids = torch.zeros(len(samples), 64, dtype=torch.long)
+        for row, sample in zip(ids, samples):
+            row[: len(sample)] = sample
+        return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+    data = [torch.randint(1, 100, (16,)) for _ in range(1600)]
+    words, layer = torch.nn.Embedding(100, 128), torch.nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    model = torch.nn.Sequential(words, layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in DataLoader(data, batch_size=16, collate_fn=padded):
+        model(batch["input_ids"]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+UNUSED = """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.distributed.init_process_group("gloo", init_method="file://" + INIT, rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(40):
+        model(torch.randn(512, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_padding_is_counted_in_the_batches_of_a_training(tmp_path: Path) -> None:
+    write(tmp_path, train=PADDED)
+    run = flatout_run(tmp_path, sys.executable, "train.py")
+    assert run.code == 0, run.err
+    tokens = run.observed.rank.facts.training_loader.tokens
+    assert tokens is not None
+    assert (tokens.a_sample, tokens.padding) == (64.0, 0.75)
+    assert "compute.padding" in [finding.code for finding in diagnose(trace.read(run.folder))]
+
+
+def test_ddp_says_whether_it_found_unused_parameters(tmp_path: Path) -> None:
+    write(tmp_path, train=UNUSED.replace("INIT", repr(str(tmp_path / "init"))))
+    run = flatout_run(tmp_path, sys.executable, "train.py")
+    assert run.code == 0, run.err
+    parallel = run.observed.rank.facts.parallel
+    assert parallel is not None
+    assert (parallel.find_unused_parameters, parallel.unused_parameters) == (True, False)
