@@ -231,10 +231,10 @@ def test_a_trial_finds_the_ceiling(tmp_path: Path) -> None:
     from observing import flatout_run, write
 
     write(tmp_path, train=TRIAL)
-    run = flatout_run(tmp_path, sys.executable, "train.py", options=("--max-steps", "30"))
+    run = flatout_run(tmp_path, sys.executable, "train.py", options=("--max-steps", "36"))
     assert run.code == 0, run.err
     kinds = [step.kind for step in run.observed.rank.steps]
-    assert (kinds.count("train"), kinds.count("replay"), kinds.count("resident")) == (30, 12, 12)
+    assert (kinds.count("train"), kinds.count("replay"), kinds.count("resident")) == (36, 12, 12)
     assert run.account is not None
     facts = run.account["facts"]
     assert facts["ceiling_samples_per_s"] > 3 * facts["samples_per_s"], "16 ms of loading are gone"

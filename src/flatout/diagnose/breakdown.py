@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flatout.model.stats import enough
 from flatout.trace import RankTrace, Sketch, Step
 
 REST, UNSPLIT = "rest", "unsplit"
-ENOUGH_STEPS, ENOUGH_MS = 20, 500.0  # less of training than this is not judged
+ENOUGH_STEPS, ENOUGH_MS = 20, 500.0  # less of training than this is not judged, unless its steps are slow
 _COMPUTED = ("copy", "forward", "loss", "backward", "optimizer", REST)
-_WARM_UP_STEPS = 3  # of a ceiling
+_WARM_UP_STEPS = 3  # of a ceiling, at most
 # Steps that are not plain training, as a person would call them.
 KINDS_IN_WORDS = {
     "setup": "set-up",
@@ -58,7 +59,7 @@ class Breakdown:
     @property
     def enough(self) -> bool:
         """Whether there is enough of training to judge by."""
-        return self.steps >= ENOUGH_STEPS and self.training_ms >= ENOUGH_MS
+        return self.training_ms >= ENOUGH_MS and enough(self.steps, self.training_ms / 1e3, ENOUGH_STEPS)
 
     def share_of(self, name: str) -> float:
         """The share of training time a phase takes, all its lines together."""
@@ -150,7 +151,8 @@ def _parts(spans: Mapping[str, float], total_ms: float, idle: _GpuIdle) -> tuple
 
 def _speed(steps: tuple[Step, ...], kind: str) -> float | None:
     """Samples a second over the steps of a kind, the first few left out."""
-    measured = [step for step in steps if step.kind == kind and step.samples][_WARM_UP_STEPS:]
+    measured = [step for step in steps if step.kind == kind and step.samples]
+    measured = measured[min(_WARM_UP_STEPS, max(1, len(measured) // 4)) :]
     if not measured:
         return None
     median_ms, samples = Sketch.of(step.wall_ms for step in measured).quantile(0.5), measured[0].samples

@@ -239,9 +239,10 @@ class Run:
         taken = self.metrics.breakdown.steps if self.trace is not None else 0
         if self.hung:
             hint = "takes fewer steps (--steps 20), or more time (--budget)" if taken < steps else "does not end"
+            pace = f" ({self.step_s:.2g} s a step)" if taken else ""
             return (
                 f"the command had taken {taken} of {steps} training steps when it was ended after {self.seconds:.0f} "
-                f"s: it stands still (a process that it waits for may be stuck), or {hint}"
+                f"s{pace}: it stands still (a process that it waits for may be stuck), or {hint}"
             )
         if self.code != 0:
             hint = "; a trial has nothing to read from stdin" if "EOFError" in self.output else ""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from flatout.model.formatting import in_full
 from flatout.model.plan import Figure
-from flatout.model.stats import BLOCKS, Gain, Measured, RunNoise, blocks_of, error_of, half_width, unsure, warm_up
+from flatout.model.stats import Gain, Measured, RunNoise, blocks_of, enough, error_of, half_width, unsure, warm_up
 from flatout.trace import RankTrace, Step, Trace, Window
 
 FEWEST_STEPS = 12
@@ -37,7 +37,7 @@ class Speed(Measured):
     @property
     def known_to(self) -> float:
         """Half the width of the 95% interval, as a share."""
-        return half_width([(self.error**2, BLOCKS - 1)])
+        return half_width([(self.error**2, self.freedom)])
 
     def counting(self, pauses_s: float) -> Speed:
         """The same, with pauses of that length a sample in its time."""
@@ -68,9 +68,9 @@ def measure(trace: Trace) -> Speed | None:
     if not trace.ranks:
         return None
     every = _rows(trace.ranks[0])
-    rows = _warm(every, _warming_up(trace, sum(row.steps for row in every)))
+    rows = _warm(every, _warming_up(trace, every))
     steps = sum(row.steps for row in rows)
-    if steps < FEWEST_STEPS or len(rows) < 2:
+    if not enough(steps, _seconds(rows), FEWEST_STEPS) or len(rows) < 2:
         return None
     # Samples are what a larger batch is compared by. Not every step has some: a loader with a batch in hand
     # (Accelerate's) is asked for two in an epoch's first step, for none in its last.
@@ -82,14 +82,20 @@ def measure(trace: Trace) -> Speed | None:
         kind: sum(row.not_training_ms[kind] for row in every) / every_step for kind in EVALUATION_AND_CHECKPOINT
     }
     step_ms = _step_ms(rows)
+    blocks_ms = [_step_ms(rows[block]) for block in blocks_of(len(rows))]
     return Speed(
         value=each / step_ms * 1e3,
-        error=error_of([_step_ms(rows[block]) for block in blocks_of(len(rows))]),
+        error=error_of(blocks_ms),
+        freedom=len(blocks_ms) - 1,
         with_pauses=each / (step_ms + sum(pauses_ms.values())) * 1e3,
         steps=steps,
         unit="samples/s" if by_samples else "steps/s",
         pauses_s={kind: ms / each / 1e3 for kind, ms in pauses_ms.items()},
     )
+
+
+def _seconds(rows: Sequence[_Row]) -> float:
+    return sum(row.wall_ms for row in rows) / 1e3
 
 
 def _step_ms(rows: Sequence[_Row]) -> float:
@@ -133,11 +139,14 @@ def _warm(rows: Sequence[_Row], cold_steps: int) -> list[_Row]:
     return warm
 
 
-def _warming_up(trace: Trace, steps: int) -> int:
+def _warming_up(trace: Trace, rows: Sequence[_Row]) -> int:
     """Steps that do not count yet; more of them while the elastic loader is finding its workers."""
+    steps = sum(row.steps for row in rows)
     elastic = any(change.name == "loader" and change.applied for change in trace.ranks[0].facts.changes)
     # It begins with one worker and adds others while that helps, for as long as half of a trial.
     cold = steps // 2 if elastic else warm_up(steps)
+    if enough(steps - cold, _seconds(_warm(rows, cold)), FEWEST_STEPS):
+        return cold
     return max(0, min(cold, steps - FEWEST_STEPS))
 
 
@@ -158,6 +167,7 @@ def pooled(runs: Sequence[Speed]) -> Speed:
     return Speed(
         value=geometric_mean(run.value for run in runs),
         error=math.sqrt(sum(run.error**2 for run in runs)) / len(runs),
+        freedom=min(run.freedom for run in runs),
         with_pauses=geometric_mean(run.with_pauses for run in runs),
         steps=sum(run.steps for run in runs),
         unit=runs[0].unit,

@@ -18,10 +18,11 @@ from flatout.fix.speed import EVALUATION_AND_CHECKPOINT, Speed, gain_of_rarer_pa
 from flatout.fix.time_budget import TimeBudget
 from flatout.launch.protocol import MOST_STEPS, Trial
 from flatout.model.plan import Change
-from flatout.model.stats import Gain, RunNoise, gain
+from flatout.model.stats import FEW_STEPS, LONG_S, Gain, RunNoise, gain
 
 FIRST_STEPS = 48
 MEASURE_S = 6.0  # of training in a trial
+_SETTLING = 4  # times as long with the elastic loader, where steps are slow: it has to find its workers first
 PROOF_RUNS = 3  # time is set aside for so many: the command as it was, and two with what is kept
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
 _KINDS = dict(zip(PAUSES, EVALUATION_AND_CHECKPOINT, strict=True))
@@ -75,6 +76,7 @@ class Trials:
         trial = Trial(
             timeout_s=self._budget.timeout_s(expected_s),
             at_least_s=MEASURE_S if self._ends_by_time else 0.0,
+            enough_s=_enough_s(changes) if self._ends_by_time and steps is None else math.inf,
             known_to=known_to,
             look_below_s=look_below_s,
         )
@@ -118,7 +120,9 @@ class Trials:
             return self._steps
         if self._ends_by_time:
             return FIRST_STEPS
-        return int(min(MOST_STEPS, max(FIRST_STEPS, MEASURE_S / max(1e-4, run.step_s))))
+        step_s = max(1e-4, run.step_s)
+        few = max(FEW_STEPS + 1, LONG_S / step_s)
+        return math.ceil(min(MOST_STEPS, max(min(FIRST_STEPS, few), MEASURE_S / step_s)))
 
     def epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
@@ -237,6 +241,11 @@ class RunHistory:
             if before:
                 left_s[_KINDS[change.name]] *= before / change.value
         return sum(left_s.values())
+
+
+def _enough_s(changes: Sequence[Change]) -> float:
+    """After how long a trial has trained enough, however few its steps."""
+    return LONG_S * (_SETTLING if any(change.name == "loader" for change in changes) else 1)
 
 
 def _key(changes: Sequence[Change]) -> str:

@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from flatout.inside.clock import Leash
 from flatout.inside.patches import Subscriber
 from flatout.inside.recorder import HELD, Recorder
 from flatout.launch.protocol import MOST_STEPS, Options
-from flatout.model.stats import BLOCKS, block_means, error_of, half_width
+from flatout.model.stats import BLOCKS, FEW_STEPS, block_means, error_of, half_width
 
 if TYPE_CHECKING:
     from flatout.inside.xray import XraySchedule
@@ -31,7 +31,7 @@ _SHORT_S = 0.05  # a step
 _STEADY = 0.005  # how precisely the mean step of a GPU that waits for nothing is known after half the time
 _AHEAD, _AHEAD_OF_CEILING = 8, 2  # steps that the host may run ahead of the GPU
 _KEPT = 4
-_STEPS_EACH = 12
+_STEPS_EACH, _FEWEST_EACH = 12, 3  # of an X-ray, and of each kind of ceiling
 _FETCHES_A_STEP = 64  # more than this without a step is no training: give the loader back
 
 
@@ -71,17 +71,23 @@ class BoundedRun:
             return True
         return self._progress.is_worth_a_look and (self._takes_xray() or self._measures_ceiling())
 
+    @property
+    def _looks(self) -> int:
+        """How many steps each look takes: all of them together hardly more than were measured. Ranks have measured
+        alike."""
+        return max(_FEWEST_EACH, min(_STEPS_EACH, self._recorder.measured // 3))
+
     def _takes_xray(self) -> bool:
         if self._xray is None or self._xray.done or not torch.cuda.is_initialized():
             return False
         was_running = self._xray.running
-        self._xray.step_ended()
+        self._xray.step_ended(self._looks)
         return was_running or self._xray.running
 
     def _measures_ceiling(self) -> bool:
         if self.ceiling is None:
             return False
-        kind = self.ceiling.next_step()
+        kind = self.ceiling.next_step(self._looks)
         self._leash.steps = _AHEAD_OF_CEILING
         if kind is not None:
             self._recorder.set_kind(kind)
@@ -125,8 +131,10 @@ class TrialProgress:
 
     def is_over(self) -> bool:
         """Whether the steps are there and, in a process of its own, the time is."""
-        if self._trial is None or self._measured < self._steps or not self._alone():
+        if self._trial is None or not self._alone():
             return self._measured >= self._steps
+        if self._measured < self._steps:
+            return self._measured >= FEW_STEPS and self._trained_s >= self._trial.enough_s
         least_s, precise = self._trial.at_least_s, self._trial.known_to
         if self._measured >= MOST_STEPS or self._trained_s >= 2 * least_s:
             return True
@@ -158,7 +166,7 @@ class Ceiling:
         self._train_loaders = train_loaders
         self._kept: dict[int, deque[Any]] = {}
         self._copies: dict[tuple[int, str], Any] = {}
-        self._kinds = iter(("replay",) * _STEPS_EACH + ("resident",) * _STEPS_EACH)
+        self._kinds: Iterator[str] | None = None
         self._replaying = False
         self._fetches = 0
         self._turn = 0
@@ -187,9 +195,12 @@ class Ceiling:
         """Remember a batch that came from a loader."""
         self._kept.setdefault(loader, deque(maxlen=_KEPT)).append(_apart(batch))
 
-    def next_step(self) -> str | None:
-        """What the next step is, after the measured ones; None when it is all over or cannot be done here."""
+    def next_step(self, each: int) -> str | None:
+        """What the next step is, after the measured ones, so many of each kind; None when it is all over or cannot
+        be done here."""
         fed, self._fetches = self._fetches, 0
+        if self._kinds is None:
+            self._kinds = iter(("replay",) * each + ("resident",) * each)
         kind = next(self._kinds, None)
         self.resident = kind == "resident"
         if not self._kept or (self._replaying and not 0 < fed <= _FETCHES_A_STEP):

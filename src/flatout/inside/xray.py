@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from flatout.inside.recorder import Recorder
+from flatout.model.stats import enough
 from flatout.trace import Sketch, Step, Xray
 from flatout.trace.light_steps import LightSteps
 
@@ -118,7 +119,10 @@ class Profiler:
 
 
 class XraySchedule:
-    """When the X-ray is taken: once, when the run is warm, or where a trial asks for it at its end."""
+    """When the X-ray is taken: once, when the run is warm, or where a trial asks for it at its end.
+
+    Of slow steps a few do; not at the end of a trial, where several ranks have to take as many.
+    """
 
     def __init__(
         self, recorder: Recorder, write: Callable[[Xray], None], note: Callable[[str], None], *, at_the_end: bool
@@ -131,13 +135,14 @@ class XraySchedule:
         self.running = False
         self._began_s: float | None = None
         self._profiler = Profiler()
-        self._left = _STEPS
+        self._taken = 0
+        self._started_s = 0.0
         self._steps: list[Step] = []
 
-    def step_ended(self) -> None:
+    def step_ended(self, most: int = _STEPS) -> None:
         """Take it when its time has come. What goes wrong with it costs the X-ray, and nothing else."""
         try:
-            self._step_ended()
+            self._step_ended(min(most, _STEPS))
         except Exception as problem:
             self._give_up(problem)
 
@@ -145,29 +150,30 @@ class XraySchedule:
         self.done, self.running = True, False
         self._note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
 
-    def _step_ended(self) -> None:
-        recorder = self._recorder
+    def _step_ended(self, most: int) -> None:
+        recorder, now_s = self._recorder, time.monotonic()
         if self.running:
-            self._left -= 1
-            if self._left and self._profiler.running:
+            self._taken += 1
+            took_s = 0.0 if self._at_the_end else now_s - self._started_s
+            if self._profiler.running and not enough(self._taken, took_s, most):
                 recorder.set_kind("xray")
                 return
             self.running = False
             recorder.as_own(self._profiler.stop)
             recorder.set_kind("after xray")
         elif self._profiler.results is None:
-            if (self._at_the_end or self._is_warm()) and self._profiler.available():
+            if (self._at_the_end or self._is_warm(now_s)) and self._profiler.available():
                 recorder.as_own(self._profiler.start)
                 recorder.set_kind("xray")
-                self.running = True
-        elif len(self._steps) >= _STEPS:
+                self.running, self._started_s = True, now_s
+        elif len(self._steps) >= self._taken:
             recorder.set_kind("after xray")
             recorder.as_own(self._read)  # a thread would take the trainer's time unseen
 
-    def _is_warm(self) -> bool:
-        now_s = time.monotonic()
+    def _is_warm(self, now_s: float) -> bool:
         self._began_s = self._began_s or now_s
-        return self._recorder.measured >= _AFTER_STEPS and now_s - self._began_s >= _AFTER_S
+        warm_s = now_s - self._began_s
+        return warm_s >= _AFTER_S and enough(self._recorder.measured, warm_s, _AFTER_STEPS)
 
     def emitted(self, step: Step | LightSteps) -> None:
         """Steps are done: those under the X-ray are kept, to know the host's phases."""

@@ -38,7 +38,8 @@ class Trial:
 
     It goes on beyond its steps until it has trained for `at_least_s` (half of that where its steps are
     steady), and for up to twice that while its mean step is not `known_to` such a share, or until it has
-    MOST_STEPS; several ranks do not: they have to end at the same step. The X-ray and the ceiling come last,
+    MOST_STEPS; several ranks do not: they have to end at the same step. It ends before its steps where a few
+    slow ones have taken `enough_s`. The X-ray and the ceiling come last,
     and only where a step has taken less than `look_below_s`: what is slower than what there is already need
     not be understood.
     """
@@ -49,6 +50,7 @@ class Trial:
     follows: Path | None = None
     weights_bytes: int = 0
     at_least_s: float = 0.0
+    enough_s: float = math.inf
     known_to: float = math.inf
     look_below_s: float | None = None
     timeout_s: float | None = None

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 BLOCKS = 8
 MIN_GAIN = 1.02  # what is smaller is not worth a change
 ENOUGH_RUNS = 3  # a side: then the runs are the sample
+FEW_STEPS, LONG_S = 3, 10.0  # so few steps are enough where they have taken so long in all
 USUAL_RUN_NOISE = 0.02  # from run to run, until repeats have shown another
 _ASSUMED_REPEATS = 2  # the usual noise weighs as much as so many repeats
 _STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)  # 95%, by degrees of freedom
@@ -63,6 +64,7 @@ class Measured:
 
     value: float
     error: float
+    freedom: int = BLOCKS - 1  # degrees of freedom: of few slow steps there are fewer blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,11 @@ class RunNoise:
 
 
 ONE_RUN = RunNoise(sd=0.0, repeats=0)  # where only the two runs themselves are compared
+
+
+def enough(steps: int, seconds: float, usual: int) -> bool:
+    """Whether steps suffice to judge by: as many as usual, or a few that have taken long."""
+    return steps >= usual or (steps >= FEW_STEPS and seconds >= LONG_S)
 
 
 def warm_up(steps: int) -> int:
@@ -155,7 +162,7 @@ def unsure(before: Sequence[Measured], after: Sequence[Measured], noise: RunNois
     if min(map(len, sides)) >= ENOUGH_RUNS:
         freedom = len(before) + len(after) - 2
         return half_width([(runs * (_squares(before) + _squares(after)) / freedom, freedom)])
-    steps = [((run.error / len(side)) ** 2, BLOCKS - 1) for side in sides for run in side]
+    steps = [((run.error / len(side)) ** 2, run.freedom) for side in sides for run in side]
     return half_width([*steps, (runs * noise.sd**2, noise.freedom)])
 
 

@@ -22,6 +22,7 @@ from flatout.model.stats import (
     Measured,
     block_means,
     blocks_of,
+    enough,
     error_of,
     gain,
     half_width,
@@ -301,7 +302,7 @@ def _steady(rank: RankTrace) -> Steady | None:
     steps = rank.every_step()
     if steps is not None:
         times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
-        if len(steps) < MIN_STEPS:
+        if not enough(len(steps), sum(step.wall_ms for step in steps) / 1e3, MIN_STEPS):
             return None
         blocks = [times_ms[block] for block in blocks_of(len(times_ms))]
         means_ms, medians_ms = [fmean(block) for block in blocks], [median(block) for block in blocks]
@@ -315,8 +316,8 @@ def _steady(rank: RankTrace) -> Steady | None:
         every = Sketch.merged(sketches)
         mean_ms, median_ms = every.mean or 0.0, every.quantile(0.5) or 0.0
     return Steady(
-        typical=Measured(value=1e3 / median_ms, error=error_of(medians_ms)),
-        overall=Measured(value=1e3 / mean_ms, error=error_of(means_ms)),
+        typical=Measured(value=1e3 / median_ms, error=error_of(medians_ms), freedom=len(medians_ms) - 1),
+        overall=Measured(value=1e3 / mean_ms, error=error_of(means_ms), freedom=len(means_ms) - 1),
     )
 
 

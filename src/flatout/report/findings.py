@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flatout.diagnose.breakdown import ENOUGH_STEPS
 from flatout.diagnose.find_knobs import knob_for
 from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.fix.result import Attempt
 from flatout.model.changes import BY_NAME
 from flatout.model.finding import Finding
 from flatout.model.formatting import as_typed
+from flatout.model.stats import FEW_STEPS, LONG_S
 from flatout.report.account import Account
 from flatout.report.chart_data import waterfall
 
@@ -30,7 +32,8 @@ def headline(account: Account, findings: Sequence[Finding]) -> str:
         return f"{sentence(title)}."
     b = account.breakdown
     if not b.enough:
-        return f"Not enough training steps to judge: {b.steps} in {b.training_ms / 1e3:.2g} s."
+        would_do = f"{ENOUGH_STEPS}, or {FEW_STEPS} in {LONG_S:.0f} s, would do"
+        return f"Not enough training steps to judge: {b.steps} in {b.training_ms / 1e3:.2g} s ({would_do})."
     longest = waterfall(b)[0]
     return f"{longest.width:.0%} of training time goes to {longest.label}."
 

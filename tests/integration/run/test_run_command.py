@@ -381,7 +381,7 @@ def test_a_trial_measures_so_many_steps_and_then_the_ceiling(place: Path) -> Non
     assert (run.code, run.out) == (0, "")
     kinds = [step.kind for step in run.observed.rank.steps]
     assert kinds.count("train") == 20
-    assert kinds.count("replay") == 12
+    assert kinds.count("replay") == 6, "as few again"
     assert run.account is not None
     assert run.account["facts"]["steps"] == 20
     assert run.account["facts"]["replay_samples_per_s"] > 0

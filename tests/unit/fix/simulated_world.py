@@ -7,6 +7,7 @@ answer is known.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -125,6 +126,8 @@ class World:
             if change.name in self.effects and change.name not in self.refused:
                 m = self.effects[change.name](m, change.value)
         look_below_s = trial.look_below_s
+        slow = math.ceil(trial.enough_s * 1e3 / (m.data_ms + m.compute_ms)) if trial.enough_s < math.inf else steps
+        steps = min(steps, max(slow, 3))
         trace = self._trace(m, steps)
         while sum(step.wall_ms for step in trace.ranks[0].steps if step.kind == "train") < trial.at_least_s * 1e3:
             steps *= 2

@@ -86,6 +86,19 @@ def test_short_steps_end_at_a_number(clock: Clock) -> None:
     assert run.is_over()
 
 
+@pytest.mark.parametrize(("step_s", "count"), [(2.0, 5), (4.0, 3), (20.0, 3), (0.002, 1500)])
+def test_of_slow_steps_a_few_that_have_taken_long_are_enough(clock: Clock, step_s: float, count: int) -> None:
+    run = TrialProgress(
+        Options(folder=Path(), name="train", max_steps=48, trial=Trial(at_least_s=6.0, enough_s=10.0)),
+        alone=lambda: True,
+    )
+    measured = 0
+    while not run.is_over():
+        measured = steps(run, clock, 1, step_s if measured % 2 else 1.001 * step_s, measured=measured)
+    assert measured <= count
+    assert measured * step_s >= 3.0, "half the time, where steps are steady"
+
+
 def test_batches_that_lay_ready_are_used_up_first_but_not_forever(clock: Clock) -> None:
     run = course(at_least_s=1.0)
     assert [run.warms_up(step, batches_ready=3) for step in range(5)] == [True, True, True, False, False]
