@@ -171,6 +171,8 @@ def _explains(phase: str, findings: Sequence[Finding]) -> Finding | None:
         cause = finding.evidence.get("cause", "") if finding.code == "config.ignored" else finding.code
         if cause.startswith(code) and (phase != "data" or cause != "data.worker-start"):
             fitting.append(finding)
+    if phase == "data" and not fitting:  # workers that have no core are late
+        fitting = [finding for finding in findings if "without_a_core" in finding.evidence]
     return max(fitting, key=lambda finding: finding.confidence, default=None)
 
 

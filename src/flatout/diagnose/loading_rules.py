@@ -30,6 +30,7 @@ _CPU_FULL = 0.85  # of the cores
 _STORAGE_BOUND = 0.10  # of the time that processes wait for storage
 _ON_CORE_WHILE_READING = 0.6  # of loading time: a worker that reads from a slow disk is on a core for less
 _NO_CORE = 0.25  # of loading time that a worker is ready and has no core
+_OTHERS_CORES = 0.4  # of all cores, that others keep busy
 _CORES_TAKEN = 0.7  # by workers: then it is workers that they are in each other's way
 _SLOW_TAIL = 8.0  # times the median
 _COLLATING = 0.4  # of the workers' work
@@ -75,6 +76,14 @@ class _Behind:
             value=value,
             advice=advice,
         )
+
+    @property
+    def others_have_the_cores(self) -> bool:
+        """Whether workers wait for cores that processes of others keep busy."""
+        metrics = self.metrics
+        cores = metrics.cores_of_machine or math.inf
+        full = (metrics.cpu_share or 0.0) >= _CPU_FULL
+        return full and self.delay >= _NO_CORE and (metrics.cores_others or 0.0) >= _OTHERS_CORES * cores
 
     @property
     def wants_core(self) -> bool:
@@ -130,6 +139,8 @@ def workers_behind(metrics: RankMetrics) -> Finding | None:
     behind = _Behind(metrics=metrics, saved=saved, busy=busy, on_core=on_core, delay=metrics.worker_delay or 0.0)
     if not metrics.workers and not behind.tuned_already:
         return None
+    if behind.others_have_the_cores:
+        return None  # the wait is charged to them: more workers, or fewer, would wait as well
     return (
         _disk_bound(behind)
         or _slow_samples(behind)

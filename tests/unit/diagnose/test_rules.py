@@ -780,3 +780,16 @@ def test_steps_that_grow_over_the_run() -> None:
 )
 def test_a_load_that_comes_and_goes_is_no_drift(pace: tuple[float, ...]) -> None:
     assert "drift.slower" not in codes(growing(*pace))
+
+
+def test_workers_that_wait_for_cores_which_others_keep_busy_are_not_the_cause() -> None:
+    """GIVEN four workers that are without a core most of the time, and two programs of others on all cores
+    THEN neither more workers nor a faster decoder is advised: the wait is charged to those who have the cores."""
+    late = workers(4, sample_ms=20.0, busy=0.9, on_core=0.25, delay=0.7)
+    ours = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=60.0, run_delay_pct=40.0)
+    loading = tuple(ProcessSample(pid=n, role="worker", name="python", cpu_pct=25.0) for n in range(1, 5))
+    busy = tuple(dataclasses.replace(sample, processes=(ours, *loading)) for sample in hardware(99.0))
+    made = trace(*STARVED, loader={"num_workers": 4}, workers=late, samples=busy, facts={"gpu": None}, xray=None)
+    found = diagnose(made)
+    assert [finding.code for finding in found] == ["hardware.shared"]
+    assert found[0].share >= 0.7
