@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flatout.diagnose.gains import FROM_KERNELS, MIN_SHARE, data_saved, gain_if_gpu_spared, rounded
+from flatout.diagnose.hot_lines import in_training
 from flatout.diagnose.rank_metrics import LATE_LAUNCHES, LAUNCHING, RankMetrics
 from flatout.model.finding import Finding
 from flatout.trace import Xray
@@ -28,6 +29,7 @@ _IDLE_SM_PCT = 40
 _LARGER_BATCH = "a larger batch, with the learning rate scaled (what is learned changes)"
 _TRANSPOSES = re.compile("nchwToNhwc|nhwcToNchw")
 _NORMS = re.compile("batch_?norm|bn_[fb]w")
+_SOFTMAX = re.compile("(?<!log)(?<!log_)softmax", re.IGNORECASE)
 _JOINABLE = re.compile(f"elementwise|reduce_kernel|layer_norm|softmax|dropout|{_NORMS.pattern}")
 
 
@@ -165,6 +167,30 @@ def eager(metrics: RankMetrics) -> Finding | None:
         change="compile",
         value="default",
         advice="model.compile()",
+    )
+
+
+def attention(metrics: RankMetrics) -> Finding | None:
+    """Attention is written out by hand."""
+    written = metrics.facts.attention
+    if written is None:
+        return None
+    if metrics.xray is not None:
+        share = _share_of_kernels(metrics, _SOFTMAX)
+    else:
+        lines = [line for function in in_training(metrics.rank, ("forward",)) for line in function.lines]
+        share = metrics.share("forward") * sum(line.share for line in lines if line.where == written.where)
+    if share < MIN_SHARE:
+        return None
+    return Finding(
+        code="compute.attention",
+        title=f"attention over {written.length} tokens is written out by hand: softmax takes {share:.0%} of the time",
+        share=share,
+        **gain_if_gpu_spared(metrics, 0.0, share * metrics.saved_at_most),
+        confidence=0.7,
+        evidence={"length": written.length, "softmax_share": rounded(share)},
+        advice="torch.nn.functional.scaled_dot_product_attention",
+        where=written.where,
     )
 
 

@@ -220,6 +220,7 @@ RULES: tuple[Rule, ...] = (
     compute_rules.optimizer,
     compute_rules.eager,
     compute_rules.padding,
+    compute_rules.attention,
     compute_rules.small_batch,
     _pause("evaluation", "pause.eval", "evaluate less often"),
     _pause("checkpoint", "pause.checkpoint", "save less often, or in the background"),

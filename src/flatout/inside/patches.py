@@ -24,6 +24,7 @@ from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, LOGGING, O
 Call = Callable[..., Any]
 
 RECORDING, PLAN, PROOF, TRIAL = "a recording", "a plan", "a proof", "a trial"
+FIRST_STEPS = "steps 2 to 4 of a recording"
 
 
 class Stage(IntEnum):
@@ -63,6 +64,8 @@ _BOARD, _WANDB = "torch.utils.tensorboard.writer", "wandb.sdk.wandb_run"
 _SAFE, _SPREAD = "safetensors.torch", "torch.distributed.checkpoint"
 _READS = "item tolist numpy cpu __bool__ __float__ __int__ __index__ __repr__ __format__"
 _LOGS = "add_scalar add_scalars add_histogram add_image add_images add_figure add_text flush"
+_BY_HAND = "attention written out by hand, where nothing is compiled"
+_ENDS_LOOKING = "looking for attention ends before anything is compiled"
 _CLIPS = "clip_grad_norm_ clip_grad_value_"
 
 TABLE: tuple[Patch, ...] = (
@@ -86,6 +89,11 @@ TABLE: tuple[Patch, ...] = (
     Patch("torch.Tensor", "cuda", "copies to the GPU; a copy that is there already", phase=COPY, computes=True),
     Patch("torch.Tensor", "pin_memory copy_", "copies to the GPU", phase=COPY, computes=True),
     Patch("torch.Tensor", _READS, "waiting for the GPU, with the line of the script", phase=SYNC),
+    Patch("torch", "softmax", _BY_HAND, FIRST_STEPS),
+    Patch("torch.Tensor", "softmax", _BY_HAND, FIRST_STEPS),
+    Patch("torch.nn.functional", "softmax", _BY_HAND, FIRST_STEPS),
+    Patch("torch.jit._script", "get_jit_def", _ENDS_LOOKING, FIRST_STEPS),
+    Patch("torch.jit._recursive", "get_jit_def", _ENDS_LOOKING, FIRST_STEPS),
     Patch("torch.Tensor", "__array__ __dlpack__", "memory that is handed out: no copy of it is valid", PLAN),
     Patch("torch.cuda", "synchronize", "waiting for the GPU", phase=SYNC),
     Patch("torch.cuda.streams.Event", "synchronize", "waiting for the GPU", phase=SYNC),

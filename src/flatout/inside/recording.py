@@ -23,6 +23,7 @@ import torch
 import torch.utils.data.dataloader as torch_loader
 
 from flatout.inside import run_facts
+from flatout.inside.attention import AttentionWatch
 from flatout.inside.calls import called_from, raised_at
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.clock import CudaClock, LossReader
@@ -162,6 +163,9 @@ class Recording:
             self._bounded = BoundedRun(options, self.recorder, self._xray, alone=_is_alone)
             self.ceiling = self._bounded.ceiling
         self.timing.install()
+        self.attention = AttentionWatch(process.patches)
+        if options.trial is not None:  # the changes that it tries may compile
+            self.attention.leave()
         self.stacks = StackSampler(
             lambda: self.recorder.thread, lambda: self.recorder.phase, clock=time.monotonic, sparse_phase="setup"
         )
@@ -194,6 +198,7 @@ class Recording:
         self._last_optimizer = weakref.ref(optimizer)
         if self._bounded is not None:
             self._bounded.step_ended()
+        self.attention.step_ended()
         if self._writer is None:
             self.recorder.as_own(self._open_trace)
         elif self._writer.error is not None:
@@ -206,7 +211,8 @@ class Recording:
             xray = None
         if xray is not None and self._bounded is None:
             xray.step_ended()
-        every_step = xray is not None or self._bounded is not None or (applied is not None and applied.wants_every_step)
+        every_step = xray is not None or self._bounded is not None or self.attention.wants_every_step
+        every_step = every_step or (applied is not None and applied.wants_every_step)
         self.next_look = self.recorder.steps + 1
         if not every_step:
             self.next_look += _LOOK_EVERY_STEPS - 1
@@ -269,6 +275,7 @@ class Recording:
             autocast=tuple(sorted(self.autocast)) or ("None",),
             gradient_exchange=self._exchange,
             parallel=self._parallel,
+            attention=self.attention.found,
             settings=tuple(self.settings.read),
             own_cost=self.own_cost(),
         )
@@ -358,6 +365,7 @@ class Recording:
     def _take_off(self) -> None:
         self.stacks.stop()
         self.timing.remove()
+        self.attention.leave()
         if self._ceiling_changes is not None:
             self._ceiling_changes.leave()
 

@@ -88,7 +88,7 @@ def in_force(optimizer: OptimizerFacts) -> Facts:
         matmul_precision=torch.get_float32_matmul_precision(),
         tf32_convolutions=_guarded(lambda: torch.backends.cudnn.allow_tf32),
         tf32_matmul=_guarded(lambda: torch.backends.cuda.matmul.allow_tf32),
-        compiled=_compiled_frames() > 0,
+        compiled=compiled_frames() > 0,
         threads=torch.get_num_threads(),
         pillow="PIL.Image" in sys.modules,
         cores_allowed=_cores_allowed(),
@@ -159,7 +159,8 @@ def _cores_allowed() -> float:
     return budget.measure().cores_allowed
 
 
-def _compiled_frames() -> int:
+def compiled_frames() -> int:
+    """How many functions the compiler has compiled so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0
 

@@ -59,6 +59,7 @@ CAUSES = (
     CauseSpec("compute.optimizer", "the optimizer step is a loop of small kernels", ("fused_optimizer",)),
     CauseSpec("compute.eager", "elementwise kernels run one by one that `torch.compile` would join", ("compile",)),
     CauseSpec("compute.padding", "much of what is computed is padding, and is thrown away"),
+    CauseSpec("compute.attention", "attention is written out by hand, with all its scores in memory"),
     CauseSpec("compute.saturated", "nothing is wrong: the GPU is busy with useful work"),
     CauseSpec("pause.eval", "training stands still for evaluation", ("eval_interval",)),
     CauseSpec("pause.checkpoint", "training stands still for checkpoints", ("checkpoint_interval",)),

@@ -96,6 +96,14 @@ class ParallelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenAttention:
+    """Attention written out by hand: where its softmax is called, over how many tokens."""
+
+    where: str  # file:line
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup:
     """How the ranks of a training talk to each other."""
 
@@ -156,6 +164,7 @@ class Facts(OptimizerFacts):
     loaders_side_by_side: int | None = None  # read in turn for one step
     gradient_exchange: GradientExchange | None = None
     parallel: ParallelFacts | None = None
+    attention: WrittenAttention | None = None
     settings: tuple[SettingsRead, ...] = ()
     own_cost: OwnCost | None = None
     changes: tuple[AppliedChange, ...] = ()

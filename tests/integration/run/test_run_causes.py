@@ -9,6 +9,7 @@ from observing import flatout_run, write
 
 from flatout import trace
 from flatout.diagnose.rules import diagnose
+from flatout.model.facts import WrittenAttention
 
 PADDED = """
     import torch
@@ -44,6 +45,26 @@ UNUSED = """
     torch.distributed.destroy_process_group()
 """
 
+ATTENTION = """
+    import torch
+
+    class Attention(torch.nn.Linear):
+        def forward(self, inputs):
+            values = super().forward(inputs)
+            scores = values @ values.transpose(1, 2) / 4
+            weights = torch.nn.functional.softmax(scores, dim=-1)
+            return weights @ values
+
+    before = torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax
+    model = Attention(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(60):
+        model(torch.randn(8, 512, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert before == (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax)
+"""
+
 
 def test_padding_is_counted_in_the_batches_of_a_training(tmp_path: Path) -> None:
     write(tmp_path, train=PADDED)
@@ -62,3 +83,12 @@ def test_ddp_says_whether_it_found_unused_parameters(tmp_path: Path) -> None:
     parallel = run.observed.rank.facts.parallel
     assert parallel is not None
     assert (parallel.find_unused_parameters, parallel.unused_parameters) == (True, False)
+
+
+def test_attention_written_out_by_hand_is_found_and_softmax_is_put_back(tmp_path: Path) -> None:
+    write(tmp_path, train=ATTENTION)
+    run = flatout_run(tmp_path, sys.executable, "train.py")
+    assert run.code == 0, run.err
+    assert run.observed.rank.facts.attention == WrittenAttention(where="train.py:8", length=512)
+    found = {finding.code: finding for finding in diagnose(trace.read(run.folder))}
+    assert found["compute.attention"].where == "train.py:8"

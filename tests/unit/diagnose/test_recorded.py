@@ -27,6 +27,7 @@ BUILT_BY_HAND = {
     "host.python",
     "drift.slower",
     "compute.padding",
+    "compute.attention",
     "memory.checkpointing",
     "dist.scaling",
     "dist.data-parallel",

@@ -12,7 +12,7 @@ from flatout.diagnose.rules import diagnose
 from flatout.model.causes import CODES
 from flatout.model.facts import GradientExchange
 from flatout.model.finding import Finding
-from flatout.model.records import Stacks, StackTime
+from flatout.model.records import Frame, Stacks, StackTime
 from flatout.report.findings import gain
 from flatout.trace import Facts, GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
 from flatout.trace.checked import from_json
@@ -659,6 +659,29 @@ def test_padding_is_worth_nothing_while_the_loader_cannot_follow() -> None:
     made = trace(*STARVED, loader={"num_workers": 2, "tokens": {"a_sample": 512.0, "padding": 0.8}}, workers=slow)
     padding = next(finding for finding in diagnose(made) if finding.code == "compute.padding")
     assert padding.gain_high < 1.3
+
+
+WRITTEN = {"attention": {"where": "train.py:12", "length": 512}, "compiled": False}
+
+
+def test_attention_written_out_by_hand_is_worth_what_its_softmax_takes() -> None:
+    kernels = {"nvjet_hsh_128x128": 110.0, "softmax_warp_forward": 16.0, "cunn_SoftMaxBackward": 8.0}
+    found = first(trace(facts=WRITTEN, xray=xray(top_ms=kernels | {"cunn_LogSoftMaxForward": 6.0})))
+    assert (found.code, found.where) == ("compute.attention", "train.py:12")
+    assert found.gain_high == pytest.approx(1 / (1 - 24 / 160), rel=0.01)
+    assert codes(trace(facts=WRITTEN)) == ["compute.saturated"]
+    assert "compute.attention" not in codes(trace(xray=xray(top_ms=kernels)))
+
+
+def test_without_an_x_ray_looks_at_the_line_tell_what_its_softmax_takes() -> None:
+    frames = tuple(Frame(where=f"train.py:{n}", function="attend", own=True) for n in (11, 12))
+    times = tuple(StackTime(phase="forward", frames=(n,), seconds=5.0, looks=50) for n in (0, 1))
+    stacks = (Stacks(time_s=110.0, pid=1, frames=frames, stacks=times),)
+    slow = (*HEALTHY[:2], ("forward", 20.0, None, None), *HEALTHY[3:])
+    found = diagnose(trace(*slow, facts=WRITTEN | {"gpu": None}, xray=None, stacks=stacks))
+    written = next(finding for finding in found if finding.code == "compute.attention")
+    assert written.share == pytest.approx(0.26, abs=0.01)  # half of 20 of 38 ms
+    assert codes(trace(*slow, facts=WRITTEN | {"gpu": None}, xray=None)) == ["compute.saturated"]
 
 
 def looks(forward_s: float, **passed_s: float) -> tuple[Stacks, ...]:

@@ -18,7 +18,19 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout import cli
 from flatout.inside import start
-from flatout.inside.patches import ELSEWHERE, PLAN, PROOF, RECORDING, TABLE, TRIAL, Patches, Stage, Subscriber
+from flatout.inside.attention import AttentionWatch
+from flatout.inside.patches import (
+    ELSEWHERE,
+    FIRST_STEPS,
+    PLAN,
+    PROOF,
+    RECORDING,
+    TABLE,
+    TRIAL,
+    Patches,
+    Stage,
+    Subscriber,
+)
 from flatout.inside.recording import Process
 from flatout.launch.protocol import Options, Trial
 from flatout.model.plan import Change, Plan
@@ -71,7 +83,9 @@ def train() -> list[float]:
     return [parameter.sum().item() for parameter in model.parameters()]
 
 
-def test_the_table_is_what_is_replaced_in_a_process_and_all_of_it_is_put_back(tmp_path: Path) -> None:
+def test_the_table_is_what_is_replaced_in_a_process_and_all_of_it_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GIVEN a recording with a proof and every change that patches, THEN nothing but the table differs from before."""
     plan = Plan(
         changes=tuple(
@@ -91,7 +105,11 @@ def test_the_table_is_what_is_replaced_in_a_process_and_all_of_it_is_put_back(tm
         start.settings,
         start.Ledger(plan.changes),
     )
+    monkeypatch.setattr("flatout.inside.attention.compiled_frames", lambda: 0)  # other tests of this process compile
+    looking = AttentionWatch(process.patches)
+    looking.step_ended()
     replaced = differing(before)
+    looking.leave()
     recording.close()
     assert process.applied is not None
     process.applied.finish(tmp_path / "proof.jsonl")
@@ -110,7 +128,7 @@ def test_the_doctor_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_row_says_why_and_when() -> None:
-    assert {patch.when for patch in TABLE} == {RECORDING, PLAN, PROOF, TRIAL}
+    assert {patch.when for patch in TABLE} == {RECORDING, FIRST_STEPS, PLAN, PROOF, TRIAL}
     assert all(patch.why for patch in TABLE)
     names = [name for patch in TABLE for name in patch.attributes]
     assert len(names) == len(set(names)), "an attribute has one row"
