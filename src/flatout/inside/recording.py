@@ -32,10 +32,10 @@ from flatout.inside.loader_workers import Meters
 from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
-from flatout.inside.stacks import StackSampler
+from flatout.inside.stacks import StackSampler, in_words
 from flatout.inside.timing import LIBRARIES, Timing
 from flatout.inside.tokens import TokenCounts
-from flatout.launch.protocol import RANK, Options
+from flatout.launch.protocol import RANK, Options, answer, is_asked
 from flatout.model.errors import FlatoutError, TraceError
 from flatout.model.facts import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost, ParallelFacts
 from flatout.model.frameworks import framework_of
@@ -167,8 +167,13 @@ class Recording:
         if options.trial is not None:  # the changes that it tries may compile
             self.attention.leave()
         self.stacks = StackSampler(
-            lambda: self.recorder.thread, lambda: self.recorder.phase, clock=time.monotonic, sparse_phase="setup"
+            lambda: self.recorder.thread,
+            lambda: self.recorder.phase,
+            clock=time.monotonic,
+            sparse_phase="setup",
+            now_and_then=self._answer_if_asked,
         )
+        self._answered = options.trial is not None  # which nobody watches
         if not forked:
             self.stacks.start()
         if self.ceiling is not None:
@@ -233,6 +238,15 @@ class Recording:
         raise SystemExit(0)
 
     # -- writing -----------------------------------------------------------------------------------
+
+    def _answer_if_asked(self) -> None:
+        """Where no step comes, the launcher asks what this process is doing."""
+        if self._answered or self._writer is not None or not is_asked(self.options.folder):
+            return
+        self._answered = True
+        doing = in_words(self.recorder.thread)
+        if doing:
+            answer(self.options.folder, doing)
 
     def _open_trace(self) -> None:
         rank, world_size = _rank_and_world_size()

@@ -30,6 +30,7 @@ from flatout.model.records import Frame, Stacks, StackTime
 from flatout.redact import redact_text
 
 DENSE_S, DENSE_EVERY_S, SPARSE_EVERY_S = 10.0, 0.01, 0.125
+_LOOKS_A_SECOND = 8
 # A thread gives up the interpreter's lock after this long, when another one asks for it. At the usual 5 ms, a line
 # that holds it for less is never seen.
 _DENSE_SWITCH_S = 1e-4
@@ -53,6 +54,8 @@ _PHASE_OF_CALL = (
 _PASSES = {"torch/utils/checkpoint.py": "checkpoint", "torch/nn/parallel/data_parallel.py": "data parallel"}
 # Packages that start a training and are none themselves.
 _LAUNCHERS = ("torch", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "ipykernel")
+# What a process runs that starts trainings and waits for them.
+_STARTS_OTHERS = ("torch/distributed/run.py", "accelerate/commands/launch.py", "deepspeed/launcher/launch.py")
 # Where a loader worker begins; what lies outside it is the training process that was forked.
 _WORKER_BEGINS = ("torch/utils/data/_utils/worker.py", "flatout/feed/worker.py")
 
@@ -61,7 +64,8 @@ class StackSampler:
     """Looks at the stack of one thread from `start` to `stop`.
 
     `phase` says what that thread is doing, None where it is not to be looked at. The dense looks begin with the
-    first phase in `dense`: the start of a training may take longer than they do.
+    first phase in `dense`: the start of a training may take longer than they do. `now_and_then` is called from the
+    thread that looks, about once a second.
     """
 
     def __init__(
@@ -72,10 +76,12 @@ class StackSampler:
         clock: Callable[[], float],
         sparse_phase: str | None = None,
         dense_s: float = DENSE_S,
+        now_and_then: Callable[[], None] = lambda: None,
     ) -> None:
         self._thread, self._phase, self._clock = thread, phase, clock
         self._sparse_phase = sparse_phase
         self._dense_left_s = dense_s
+        self._now_and_then = now_and_then
         self._dense = False
         self._users_switch_s: float | None = None
         self._seen: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])  # seconds, looks
@@ -110,6 +116,8 @@ class StackSampler:
                 now_s = self._clock()
                 self._look(now_s - before_s)
                 before_s = now_s
+                if self.looks % _LOOKS_A_SECOND == 0:
+                    self._now_and_then()
         finally:
             self._look_densely(False)
 
@@ -182,6 +190,24 @@ def _largest(seen: dict[Key, list[float]], most: int) -> defaultdict[Key, list[f
         total[0] += seconds
         total[1] += looks
     return kept
+
+
+def in_words(thread: int) -> str:
+    """Where a thread is: the innermost line of the user's, and what it called in a library; empty where there is none
+    of the user's, and of a process that only starts and watches others."""
+    stack = lines_of(thread)
+    lines = shown(stack)
+    if any(code.co_filename.endswith(_STARTS_OTHERS) for code, _ in stack):
+        return ""
+    own = [line for line in lines if is_own(line[0].co_filename)]
+    if not own:
+        return ""
+    frame = _frame(*own[-1])
+    where = f"{frame.where} {frame.function}".removesuffix(" <module>")
+    if len(lines) > len(own):
+        code = lines[len(own)][0]
+        return f"{where} → {_path(code.co_filename)} {_function(code)}".removesuffix(" <module>")
+    return f"{where}: {frame.source}" if frame.source else where
 
 
 def lines_of(thread: int) -> list[Line]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.launch import sandbox
+from flatout.launch.first_step import ASK_AFTER_S, FirstStep
 from flatout.launch.launch_ranks import end_with_parent
 from flatout.launch.lost import INJECTED, LostProcesses
 from flatout.launch.protocol import (
@@ -64,12 +65,14 @@ def run(
     plan: Plan | None = None,
     trial: Trial | None = None,
     ends_with_us: bool = False,
+    ask_after_s: float = ASK_AFTER_S,
 ) -> int:
     """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it).
 
-    A command lives on when we are killed, unless it `ends_with_us`: then it gets SIGTERM. With a `plan` its
-    changes are made inside. In a `trial` the command's output goes to `output.txt` in the folder, and the
-    exit code is `TIMED_OUT` where it had to be ended.
+    Where no step has come after `ask_after_s`, a line says what its processes are doing. A command lives on when we
+    are killed, unless it `ends_with_us`: then it gets SIGTERM. With a `plan` its changes are made inside. In a
+    `trial` the command's output goes to `output.txt` in the folder, and the exit code is `TIMED_OUT` where it had
+    to be ended.
     """
     program = _program(command)
     if isinstance(program, int):
@@ -104,7 +107,8 @@ def run(
         process = _start(words, env=environment, **how)
         if isinstance(process, int):
             return process
-        with _watching(process.pid, options, hardware=measured):
+        first_step = FirstStep(options.folder, time.monotonic(), ask_after_s)
+        with _watching(process.pid, options, first_step, hardware=measured):
             code = _wait(process, signals)
     if measured and max_steps is not None:
         end(options.folder)
@@ -138,7 +142,7 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
         return process
     try:
         # A run for a proof is not timed.
-        with _watching(process.pid, options, hardware=not trial.fingerprints):
+        with _watching(process.pid, options, None, hardware=not trial.fingerprints):
             return _wait_for_trial(process, trial.timeout_s)
     finally:
         end(options.folder, process)
@@ -324,13 +328,15 @@ def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> boo
 
 
 @contextmanager
-def _watching(pid: int, options: Options, *, hardware: bool) -> Iterator[None]:
+def _watching(pid: int, options: Options, first_step: FirstStep | None, *, hardware: bool) -> Iterator[None]:
     """Sample the `hardware` beside the command, until it ends. Fails with a note, never with the run."""
     if not hardware:
         yield
         return
     stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(pid, options, stop), name="flatout-hardware", daemon=True)
+    thread = threading.Thread(
+        target=_watch, args=(pid, options, first_step, stop), name="flatout-hardware", daemon=True
+    )
     try:
         with _blocked(_PASSED_ON):  # signals go to the thread that waits for them
             thread.start()
@@ -343,6 +349,8 @@ def _watching(pid: int, options: Options, *, hardware: bool) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+        if first_step is not None:
+            first_step.close()
 
 
 def _say(text: str) -> None:
@@ -374,19 +382,23 @@ def _note_end(options: Options, code: int) -> None:
         _say(f"how the command ended is not recorded: {problem.strerror}")
 
 
-def _watch(pid: int, options: Options, stop: threading.Event) -> None:
+def _watch(pid: int, options: Options, first_step: FirstStep | None, stop: threading.Event) -> None:
     info = _info(options, pid)
     try:
         with Sampler(pids=[pid]) as sampler, TraceWriter(options.folder, info) as writer:
-            sampler.read()
+            sample = sampler.read()
             lost = LostProcesses(pid, time.monotonic())
             while not stop.wait(PULSE_EVERY_S):
                 text = lost.look(time.monotonic())
                 if text is not None and note_not_measured(options.folder, text) and options.trial is None:
                     _say(text)
+                text = first_step.look(time.monotonic(), sample.processes) if first_step is not None else None
+                if text is not None:
+                    _say(text)
                 sampler.pulse()
                 if sampler.due(_SAMPLE_EVERY_S):
-                    writer.write(sampler.read())
+                    sample = sampler.read()
+                    writer.write(sample)
             writer.write(sampler.read())
             for text in [*sampler.notes, *reasons_not_measured(options.folder)]:
                 writer.write(Note(time_s=time.monotonic(), text=text))

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 VARIABLE = "FLATOUT_RUN"
 # A file in the trace folder: a line for each reason why a process is not measured.
 NOT_MEASURED = "not-measured.txt"
+# A file in it that asks what a process does that has not trained yet; one beside it for each answer.
+REQUEST = "what-now"
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 MOST_STEPS = 1_500  # of a trial, however short they are
 WEIGHTS_EVERY = 5  # steps
@@ -115,6 +118,17 @@ def reasons_not_measured(folder: Path) -> list[str]:
         return (folder / NOT_MEASURED).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
+
+
+def is_asked(folder: Path) -> bool:
+    """Whether the launcher wants to know what a process does that has not trained yet."""
+    return (folder / REQUEST).exists()
+
+
+def answer(folder: Path, doing: str) -> None:
+    """Tell it."""
+    with suppress(OSError):
+        write_whole(folder / f"{REQUEST}-{os.getpid():010d}", doing)
 
 
 def new_folder(name: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -108,3 +109,38 @@ def test_no_thread_of_ours_is_at_work_while_the_process_forks(tmp_path: Path) ->
     assert process.recording is not None
     assert not process.recording.stacks.running
     assert not ours()
+
+
+PREPARES = """
+    import subprocess, sys, time
+    import torch
+
+    def prepare():
+        time.sleep(10)
+
+    if len(sys.argv) > 1:  # a helper
+        prepare()
+        sys.exit()
+    helper = subprocess.Popen([sys.executable, __file__, "helper"])
+    prepare()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.zeros(2, 4)).sum().backward()
+        optimizer.step()
+    helper.wait()
+"""
+
+
+def test_where_no_step_comes_for_long_one_line_says_what_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, train=PREPARES)
+    launch = (
+        "import sys; from pathlib import Path; from flatout.launch import launcher; "
+        "launcher.run([sys.executable, 'train.py'], folder=Path('trace'), ask_after_s=4.0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", launch], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("flatout: no training step after 4 s; train.py:")
+    assert "prepare: time.sleep(10); " in line
+    assert "threads on" in line
+    assert not list((tmp_path / "trace").glob("what-now*"))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flatout.diagnose.hot_lines import HotFunction, hot_functions
 from flatout.inside import stacks
-from flatout.inside.stacks import StackSampler
+from flatout.inside.stacks import StackSampler, in_words
 
 
 @contextmanager
@@ -181,3 +181,11 @@ def test_lines_of_a_worker_begin_where_the_worker_began() -> None:
 
     batches = list(DataLoader(Looks(), batch_size=None, num_workers=1))
     assert batches[0] == ["__getitem__", "decode"]
+
+
+def test_where_a_thread_is_in_words() -> None:
+    assert in_words(threading.get_ident()).startswith("tests/unit/inside/test_stacks.py:")
+    names: list[str] = []
+    code = compile("note()", "/usr/lib/torch/distributed/run.py", "exec")
+    exec(code, {"note": lambda: names.append(in_words(threading.get_ident()))})
+    assert names == [""], "torchrun's agent trains nothing"
