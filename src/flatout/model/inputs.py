@@ -63,8 +63,8 @@ def short(value: Any) -> str:
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """The nearest of the words that are known; else all of them."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    """The word that is known and begins so, or the nearest one; else all of them."""
+    near = [name for name in known if name.startswith(word)] or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
