@@ -11,7 +11,7 @@ import shutil
 import sys
 import traceback
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -21,6 +21,9 @@ from flatout.cli.output import send_to_devnull
 from flatout.model.errors import FlatoutError, UsageError
 from flatout.model.formatting import printable
 from flatout.redact import redact_text
+
+if TYPE_CHECKING:
+    from flatout.report.costs import Price
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -109,6 +112,22 @@ def argument(metavar: str, help: str, *, default: Any = None) -> Any:
 def flag(name: str, help: str, *, default: bool = False) -> Any:
     """An option that takes no value."""
     return typer.Option(default, name, help=help)
+
+
+def price_of_an_hour(what_for: str) -> Any:
+    """The option --price, or FLATOUT_PRICE."""
+    text = f"What an hour costs, such as 2.5/h, $2.5/h or 2.5EUR/h: {what_for}."
+    return option("MONEY/h", text, envvar="FLATOUT_PRICE")
+
+
+def read_price(text: str | None) -> Price | None:
+    """What a person gave as --price."""
+    from flatout.report.costs import Price
+
+    try:
+        return Price.of(text) if text is not None else None
+    except ValueError:
+        raise UsageError(f"--price {text}: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h") from None
 
 
 def output_file(content: str) -> Any:

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, get_args
 
 import typer
 
-from flatout.cli.entry import INTERRUPTED, TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux, verb
+from flatout.cli.entry import (
+    INTERRUPTED,
+    TAKES_A_COMMAND,
+    command_of,
+    flag,
+    option,
+    output_file,
+    price_of_an_hour,
+    read_price,
+    require_linux,
+    verb,
+)
 from flatout.cli.output import check_outputs, check_writable, console, write_report
 from flatout.files import write_whole
 from flatout.model.changes import names
@@ -20,7 +31,6 @@ from flatout.model.plan import Safety
 
 if TYPE_CHECKING:
     from flatout.model.plan import Plan
-    from flatout.report.fix_summary import Price
 
 SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
 
@@ -40,9 +50,7 @@ def fix(
     skip: str = option("NAME,…", "Do not try these changes or classes.", default=""),
     steps: int | None = option("N", "Training steps a trial. Default: chosen for the training.", min=20),
     out: Path = option("PLAN", "Where to write the plan.", default=Path("flatout-plan.yaml")),
-    price: str | None = option(
-        "MONEY/h", "What an hour costs, such as 2.5/h, $2.5/h or 2.5EUR/h: shows what an epoch costs."
-    ),
+    price: str | None = price_of_an_hour("shows what an epoch costs"),
     json: str | None = output_file("the result as JSON"),
     html: str | None = output_file("before and after as one HTML file"),
     unprotected: bool = flag("--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."),
@@ -66,7 +74,7 @@ def fix(
     if shutil.which(command[0]) is None:
         raise UsageError(f"{command[0]}: command not found")
     wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
-    hourly_price = _price(price)
+    hourly_price = read_price(price)
     runs = out.parent / launcher.default_folder([*command[:1], "fix.py"])  # the current folder may be read-only
     check_outputs(json, html)
     check_writable(out)
@@ -129,12 +137,3 @@ def _seconds(text: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise UsageError(f"--budget {text}: expected a time such as 90s, 10m or 1h")
     return float(match[1]) * SECONDS_IN[match[2]]
-
-
-def _price(text: str | None) -> Price | None:
-    from flatout.report.fix_summary import Price
-
-    try:
-        return Price.of(text) if text is not None else None
-    except ValueError:
-        raise UsageError(f"--price {text}: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h") from None

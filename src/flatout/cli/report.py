@@ -7,12 +7,15 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.cli.entry import argument, output_file, verb
 from flatout.cli.output import console, damage_in_one_line, keep_exit_code, write_report
 from flatout.model.errors import FlatoutError
 from flatout.redact import redact_text
+
+if TYPE_CHECKING:
+    from flatout.report.costs import Price
 
 
 @verb()
@@ -56,7 +59,13 @@ def summarize_runs(folder: Path, *, keep: bool, quiet: bool, why_empty: str = ""
 
 
 def summarize_run(
-    folder: Path, *, quiet: bool, changed: bool = False, json_to: str | None = None, html_to: str | None = None
+    folder: Path,
+    *,
+    quiet: bool,
+    changed: bool = False,
+    price: Price | None = None,
+    json_to: str | None = None,
+    html_to: str | None = None,
 ) -> None:
     """Print the summary of a run on stderr, and first what a plan has changed, if one was to change the run.
 
@@ -65,7 +74,7 @@ def summarize_run(
     from flatout.report import report_run
 
     try:
-        result = report_run([folder])
+        result = report_run([folder], price)
         if changed and result.run is not None and result.run.account.changes:
             print(f"flatout: {result.run.account.changes}", file=sys.stderr)
         write_report(result, json_to, html_to, None if quiet else console(stderr=True))

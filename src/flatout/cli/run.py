@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flatout.cli.entry import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux, verb
+from flatout.cli.entry import (
+    TAKES_A_COMMAND,
+    command_of,
+    flag,
+    option,
+    output_file,
+    price_of_an_hour,
+    read_price,
+    require_linux,
+    verb,
+)
 from flatout.cli.output import check_outputs
 from flatout.cli.report import summarize_runs
 from flatout.model.errors import UsageError
@@ -29,6 +39,7 @@ def run(
     auto: bool = flag("--auto", "Apply the safe changes without a trial: flatout's loader, page-locked batches, …"),
     strict: bool = flag("--strict", "With --auto: only changes that leave every batch bit for bit as it was."),
     quiet: bool = flag("--quiet", "No summary at the end."),
+    price: str | None = price_of_an_hour("shows what the run and an epoch cost"),
     json: str | None = output_file("the report as JSON"),
     html: str | None = output_file("the report as one HTML file"),
 ) -> None:
@@ -47,6 +58,7 @@ def run(
     changes = _plan_to_apply(plan, auto=auto, strict=strict)
     command = command_of(context)
     check_outputs(json, html)
+    hourly_price = read_price(price)
     folder = trace or launcher.default_folder(command or ["run"])
     code = launcher.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
     summarize_runs(
@@ -55,6 +67,7 @@ def run(
         quiet=quiet,
         why_empty=_why_no_step(code),
         changed=changes is not None,
+        price=hourly_price,
         json_to=json,
         html_to=html,
     )

@@ -24,8 +24,9 @@ from flatout.fix.runs import Run
 from flatout.report.account import SCHEMA, RankFigures, RecordedRun, account, figures_of_summary
 from flatout.report.code_lines import lines_of_run
 from flatout.report.comparison import Comparison, compare
+from flatout.report.costs import Price, costs_of
 from flatout.report.findings import finding_to_json
-from flatout.report.fix_summary import FixSummary, Price, summarize
+from flatout.report.fix_summary import FixSummary, summarize
 from flatout.trace import Trace, merge, read, read_summaries
 
 MAX_RANKS_READ = 16
@@ -54,9 +55,9 @@ class Report:
         return {"schema": SCHEMA, "verdict": verdict, "findings": findings, **self.run.to_json()}
 
 
-def report_run(folders: Sequence[Path]) -> Report:
+def report_run(folders: Sequence[Path], price: Price | None = None) -> Report:
     """The report of a run, from the folders in which its machines recorded it."""
-    return Report(run=read_run(folders))
+    return Report(run=read_run(folders, price))
 
 
 def report_comparison(before: Path, after: Path) -> Report:
@@ -83,7 +84,7 @@ def _trial(trial: Run | None, name: str) -> RecordedRun | None:
     return run_of(trial.trace, name)
 
 
-def read_run(folders: Sequence[Path]) -> RecordedRun:
+def read_run(folders: Sequence[Path], price: Price | None = None) -> RecordedRun:
     """One run, from the folders in which its machines recorded it. Of many ranks, a few are read in full."""
     traces, by_rank = [], []
     for folder in folders:
@@ -94,16 +95,23 @@ def read_run(folders: Sequence[Path]) -> RecordedRun:
         by_rank += every
         traces.append(read(folder, _most_telling(every)))
     trace = merge(*traces) if len(traces) > 1 else traces[0]
-    return run_of(trace, ", ".join(str(folder) for folder in folders), by_rank)
+    return run_of(trace, ", ".join(str(folder) for folder in folders), by_rank, price)
 
 
-def run_of(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> RecordedRun:
+def run_of(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = (), price: Price | None = None) -> RecordedRun:
     """The run in a trace; `by_rank` where not all of its ranks were read."""
     metrics = metrics_of(trace)
     findings = diagnose_ranks(metrics)
     summed_up = account(trace, folder, metrics, by_rank)
     causes = by_cause(metrics[0], findings) if metrics[0].breakdown.enough else None
-    return RecordedRun(account=summed_up, findings=findings, trace=trace, causes=causes, lines=lines_of_run(metrics[0]))
+    return RecordedRun(
+        account=summed_up,
+        findings=findings,
+        trace=trace,
+        costs=costs_of(metrics, summed_up.ranks, price),
+        causes=causes,
+        lines=lines_of_run(metrics[0]),
+    )
 
 
 def _most_telling(every: Sequence[RankFigures]) -> set[int]:

@@ -20,6 +20,7 @@ from flatout.model.readings import GPU_READINGS, Reading, shown_in
 from flatout.model.records import SPANS_A_STEP, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.report.code_lines import PhaseLines
+from flatout.report.costs import RunCosts
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Summary, Trace, WorkerReport, Xray
 from flatout.trace.checked import from_json
 
@@ -183,6 +184,7 @@ class RecordedRun:
     account: Account
     findings: tuple[Finding, ...]
     trace: Trace
+    costs: RunCosts
     causes: CauseAccount | None = None  # None where there is too little to judge by
     lines: tuple[PhaseLines, ...] = ()
 
@@ -190,7 +192,7 @@ class RecordedRun:
         """The documented JSON of a run, but for its findings."""
         charges = [to_json(charge) for charge in self.causes.charges] if self.causes is not None else []
         lines = [line for phase in self.lines for line in phase.to_json()]
-        return {**self.account.to_json(), "account": charges, "lines": lines}
+        return {**self.account.to_json(), "account": charges, "lines": lines, "costs": self.costs.to_json()}
 
 
 def account(trace: Trace, folder: str, metrics: Sequence[RankMetrics], by_rank: Sequence[RankFigures] = ()) -> Account:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from flatout.model.finding import Finding
 from flatout.model.formatting import count_of, duration, in_full, ms
 from flatout.model.stats import MIN_GAIN
 from flatout.redact import redact_command, redact_text
+from flatout.report.costs import Price
 from flatout.report.findings import finding_to_json, permanently
 
 SCHEMA = 1
@@ -28,30 +28,6 @@ SAFETY_IN_WORDS = {
     "equivalent": "the same mathematics, other rounding",
     "semantic": "changes what is learned",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What an hour costs: 2.5/h, $2.5/h, 2.5EUR/h."""
-
-    an_hour: float
-    sign: str = ""
-    sign_first: bool = False
-
-    @classmethod
-    def of(cls, text: str) -> Price:
-        """As a person writes it; ValueError where that is no price."""
-        sign = r"([A-Za-z]{1,4}|[$€£¥₹₩])?"
-        match = re.fullmatch(rf"{sign}\s*(\d+(?:\.\d+)?)\s*{sign}\s*(?:/\s*h)?", text.strip())
-        if match is None or (match[1] and match[3]):
-            raise ValueError(f"{text} is no price an hour")
-        return cls(float(match[2]), match[1] or match[3] or "", bool(match[1]))
-
-    def text(self, amount: float) -> str:
-        """An amount of money, with its sign."""
-        if self.sign_first:
-            return f"{self.sign}{in_full(amount)}"
-        return f"{in_full(amount)} {self.sign or 'in the currency of --price'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +270,7 @@ def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: 
     if power is not None and speed.unit == "samples/s":
         joules = power / rate
     if epoch_s is not None and price is not None:
-        money = epoch_s / 3600 * price.an_hour
+        money = price.of_time(epoch_s)
     return Side(
         samples_per_s=rate,
         unit=speed.unit,

@@ -117,7 +117,7 @@ def _run_view(run: RecordedRun) -> ReportView:
     return ReportView(
         about=("flatout", account.name, first.info.host, account.facts.gpu or "", began),
         headlines=[*(f"{how}." for how in (account.ended,) if how), headline(account, run.findings)],
-        figures=_run_figures(account),
+        figures=[*_run_figures(account), *run.costs.figures()],
         command=[" ".join(account.command)],
         sections=[
             ReportSection("findings", "What to change", findings),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from observing import flatout_run, write
 
 from flatout import trace
@@ -68,8 +69,14 @@ ATTENTION = """
 
 def test_padding_is_counted_in_the_batches_of_a_training(tmp_path: Path) -> None:
     write(tmp_path, train=PADDED)
-    run = flatout_run(tmp_path, sys.executable, "train.py")
+    run = flatout_run(tmp_path, sys.executable, "train.py", env={"FLATOUT_PRICE": "$3600/h"})
     assert run.code == 0, run.err
+    assert run.account is not None
+    costs = run.account["costs"]
+    assert costs["tokens_per_s"] == pytest.approx(64 * run.account["facts"]["samples_per_s"])
+    assert (costs["money"], costs["epoch_money"]) == pytest.approx((costs["seconds"], costs["epoch_s"]))
+    assert "75% of them padding" in run.err
+    assert " an epoch of " in run.err
     tokens = run.observed.rank.facts.training_loader.tokens
     assert tokens is not None
     assert (tokens.a_sample, tokens.padding) == (64.0, 0.75)

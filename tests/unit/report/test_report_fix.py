@@ -23,8 +23,9 @@ from flatout.fix.search import Search
 from flatout.fix.speed import Gain
 from flatout.model.plan import Change, Outcome
 from flatout.report import Report, report_fix
+from flatout.report.costs import Price
 from flatout.report.findings import permanently
-from flatout.report.fix_summary import FixSummary, Price
+from flatout.report.fix_summary import FixSummary
 from flatout.report.page import page
 from flatout.report.terminal import FixProgress, show
 
