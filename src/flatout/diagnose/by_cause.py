@@ -80,7 +80,11 @@ class CauseAccount:
 def by_cause(metrics: RankMetrics, findings: Sequence[Finding]) -> CauseAccount:
     """The account of one rank."""
     idle = {phase: share for phase, share in _idle_by_phase(metrics).items() if share > 0}
-    charges = [*_starting_workers(metrics, findings, idle), *_held_up(findings, idle)]
+    charges = [
+        *_grown(findings, idle),
+        *_starting_workers(metrics, findings, idle),
+        *_held_up(findings, idle),
+    ]
     unexplained = 0.0
     for phase, share in idle.items():
         if phase == _OWN:
@@ -137,6 +141,17 @@ def _starting_workers(metrics: RankMetrics, findings: Sequence[Finding], idle: d
     beyond = min(idle.get("data", 0.0), max(0.0, metrics.start_share - started))
     idle["data"] = idle.get("data", 0.0) - beyond
     return [_charged("idle", finding, started + beyond)]
+
+
+def _grown(findings: Sequence[Finding], idle: dict[str, float]) -> list[Charge]:
+    """What a phase has grown by over the run is charged to that, before what the phase takes anyway."""
+    charges = []
+    for finding in findings:
+        taken = min(idle.get(finding.evidence.get("grows_most", ""), 0.0), finding.share)
+        if taken > 0:
+            idle[finding.evidence["grows_most"]] -= taken
+            charges.append(_charged("idle", finding, taken))
+    return charges
 
 
 def _held_up(findings: Sequence[Finding], idle: dict[str, float]) -> list[Charge]:

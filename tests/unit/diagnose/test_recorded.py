@@ -23,9 +23,6 @@ MOST_BYTES = 100_000
 BUILT_BY_HAND = {
     "hardware.throttled",
     "hardware.idle-gpus",
-    "data.few-shards",
-    "host.python",
-    "drift.slower",
     "compute.padding",
     "compute.attention",
     "memory.checkpointing",
