@@ -390,8 +390,22 @@ class RankMetrics:
 
     @cached_property
     def cores_of_machine(self) -> int | None:
-        """Cores there are."""
-        return max((len(s.host.cores_pct) for s in self.samples if s.host.cores_pct), default=None)
+        """Cores there are; with an affinity mask, those in it: what others do on the rest takes nothing away."""
+        there = max((len(s.host.cores_pct) for s in self.samples if s.host.cores_pct), default=None)
+        if there is None or not self._core_numbers:
+            return there
+        return len(self._core_numbers)
+
+    @cached_property
+    def _core_numbers(self) -> set[int]:
+        """The cores that some rank of this machine may use; empty where all of them are."""
+        of_ranks = [rank.facts.core_numbers for rank in self.trace.ranks if rank.info.host == self.rank.info.host]
+        return set().union(*of_ranks) if all(of_ranks) else set()
+
+    def _cpu_pct(self, sample: Sample) -> float | None:
+        """How busy the cores were that this run may use."""
+        of_mask = [pct for number, pct in enumerate(sample.host.cores_pct or ()) if number in self._core_numbers]
+        return statistics.fmean(of_mask) if of_mask else sample.host.cpu_pct
 
     @cached_property
     def cpu_share(self) -> float | None:
@@ -399,7 +413,7 @@ class RankMetrics:
         may_use = (self.cores or 0.0) * self._ranks_of_host
         if self.own_cpu_share is not None and self.cores_of_machine and may_use < 0.9 * self.cores_of_machine:
             return self.own_cpu_share
-        return _percent(sample.host.cpu_pct for sample in self.samples)
+        return _percent(self._cpu_pct(sample) for sample in self.samples)
 
     @cached_property
     def own_cpu_share(self) -> float | None:
@@ -416,9 +430,9 @@ class RankMetrics:
         """How many cores other processes kept busy."""
         others = []
         for sample in self.samples:
-            own = self._own_cores(sample)
-            if sample.host.cpu_pct is not None and own is not None:
-                others.append(sample.host.cpu_pct / 100 * (self.cores_of_machine or 0) - own)
+            busy_pct, own = self._cpu_pct(sample), self._own_cores(sample)
+            if busy_pct is not None and own is not None:
+                others.append(busy_pct / 100 * (self.cores_of_machine or 0) - own)
         mean = Sketch.of(others).mean
         return max(0.0, mean) if mean is not None else None
 

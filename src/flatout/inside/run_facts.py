@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import platform
 import sys
 from collections.abc import Iterable
@@ -92,6 +93,7 @@ def in_force(optimizer: OptimizerFacts) -> Facts:
         threads=torch.get_num_threads(),
         pillow="PIL.Image" in sys.modules,
         cores_allowed=_cores_allowed(),
+        core_numbers=_core_numbers(),
         versions={"python": platform.python_version(), "torch": torch.__version__},
         distributed=_distributed(),
         **_gpu(),
@@ -157,6 +159,13 @@ def _cores_allowed() -> float:
     from flatout.sample import budget
 
     return budget.measure().cores_allowed
+
+
+def _core_numbers() -> tuple[int, ...]:
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    allowed = sorted(os.sched_getaffinity(0))
+    return tuple(allowed) if len(allowed) < (os.cpu_count() or 0) else ()
 
 
 def compiled_frames() -> int:

@@ -149,6 +149,7 @@ class Facts(OptimizerFacts):
     threads: int | None = None
     pillow: bool | None = None
     cores_allowed: float | None = None
+    core_numbers: tuple[int, ...] = ()  # of those that the affinity mask allows, where it leaves some out
     versions: dict[str, str] | None = None
     distributed: ProcessGroup | None = None
     gpu: str | None = None

@@ -581,6 +581,21 @@ def test_other_programs_on_the_cores(ours_pct: float, codes_expected: list[str])
     assert [f.code for f in found if f.code != "compute.saturated"] == codes_expected
 
 
+@pytest.mark.parametrize(("neighbours_pct", "codes_expected"), [(98.0, ["hardware.shared"]), (50.0, [])])
+def test_other_programs_count_on_the_cores_that_the_affinity_mask_allows(
+    neighbours_pct: float, codes_expected: list[str]
+) -> None:
+    """GIVEN a training that may use two cores of sixteen, THEN what is done on the other fourteen is no matter."""
+    trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=100.0, run_delay_pct=30.0)
+    cores_pct = (neighbours_pct, neighbours_pct, *[98.0] * 14)
+    busy = tuple(
+        dataclasses.replace(s, processes=(trainer,), host=dataclasses.replace(s.host, cores_pct=cores_pct))
+        for s in hardware(98.0)
+    )
+    found = diagnose(trace(samples=busy, loader={"num_workers": 0}, facts={"core_numbers": [0, 1]}))
+    assert [f.code for f in found if f.code != "compute.saturated"] == codes_expected
+
+
 def test_cores_that_are_not_ours_do_not_hide_that_ours_are_busy() -> None:
     # GIVEN 4 of 16 cores, kept busy by the workers
     load = tuple(ProcessSample(pid=n, role="worker", name="python", cpu_pct=97.0) for n in range(4))
