@@ -2,6 +2,7 @@
 
     python benchmarks/truth.py SCRIPTS --data DIR [--repeats 3] [--only NAME…] [--resume] [--device cpu] [--out FILE]
     python benchmarks/truth.py SCRIPTS --data DIR --bare                 the clock alone: does everything run?
+    python benchmarks/truth.py SCRIPTS --data DIR --lanes 7 --out FILE   seven at once, on two cores each
 
 SCRIPTS holds checkouts of the repositories of planted_scripts.py, as OWNER+NAME, at the commit named there; none of
 their code is in this repository. What they import has to be installed (accelerate, datasets, evaluate, gymnasium,
@@ -64,16 +65,22 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--bare", action="store_true", help="without flatout")
     parser.add_argument("--fraction", type=float, default=1.0, help="of the steps, to try things out")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th of them, from the K-th on")
+    parser.add_argument("--lanes", type=int, metavar="N", help="in N parts at once, each on two cores of its own (CPU)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the results as JSON, written after each fault")
     options = parser.parse_args()
+    if options.lanes:
+        in_lanes(options)
+        return
     machine = describe(PACKAGES)
     print(headline(machine), flush=True)
-    if os.getloadavg()[0] > 0.5:
+    if os.getloadavg()[0] > 0.5 and options.part == "1/1":
         print(f"not idle: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     results: dict[str, dict[str, Any]] = {}
     if options.resume and options.out is not None and options.out.exists():
         results = {r["name"]: r for r in json.loads(options.out.read_text(encoding="utf-8"))["results"]}
-    for fault in wanted(options):
+    part, parts = map(int, options.part.split("/"))
+    for fault in list(wanted(options))[part - 1 :: parts]:
         name = fault.name if isinstance(fault, Fault) else f"healthy: {fault.name}"
         if name in results:
             continue
@@ -84,11 +91,37 @@ def main() -> None:
         results[name] = {"name": name, **about(fault), **result}
         print(line_of(results[name]), flush=True)
         if options.out is not None:
-            figures = {"benchmark": "truth", "machine": machine, "device": options.device, "n": options.repeats,
-                       "results": list(results.values())}  # fmt: skip
-            options.out.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            save(options, machine, list(results.values()))
     if not options.bare:
         print("\n" + "\n".join(table(list(results.values()))))
+
+
+def save(options: argparse.Namespace, machine: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """Write what there is so far."""
+    figures = {"benchmark": "truth", "machine": machine, "device": options.device, "n": options.repeats,
+               "results": results}  # fmt: skip
+    options.out.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def in_lanes(options: argparse.Namespace) -> None:
+    """Everything in parts, at once, on pairs of cores that are theirs alone; then one table."""
+    cores = sorted(os.sched_getaffinity(0))
+    assert len(cores) >= 2 * options.lanes, f"{options.lanes} lanes need {2 * options.lanes} cores"
+    outs = [options.out.with_suffix(f".{number}.json") for number in range(1, options.lanes + 1)]
+    lanes = []
+    for number, out in enumerate(outs, 1):
+        pair = ",".join(map(str, cores[2 * number - 2 : 2 * number]))
+        command = ["taskset", "-c", pair, sys.executable, __file__, str(options.scripts), "--data", str(options.data),
+                   "--repeats", str(options.repeats), "--fraction", str(options.fraction),
+                   "--part", f"{number}/{options.lanes}", "--out", str(out)]  # fmt: skip
+        lanes.append(subprocess.Popen([*command, *(["--only", *options.only] if options.only else [])],
+                                      env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}))  # fmt: skip
+    for lane in lanes:
+        lane.wait()
+    told = [json.loads(out.read_text(encoding="utf-8")) for out in outs if out.exists()]
+    results = [result for one in told for result in one["results"]]
+    save(options, told[0]["machine"] | {"lanes": options.lanes}, results)
+    print("\n" + "\n".join(table(results)))
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Fault | Training]:
