@@ -63,6 +63,7 @@ _OPTION_WORD = re.compile(r"--?[A-Za-z][\w.-]*")
 _NO_VALUE = re.compile(r"--[A-Za-z][\w.-]*|-[A-Za-z]")
 _SHELL = re.compile(r"-[a-z]{0,3}c")  # what follows is a line of shell: bash -lc "…"
 _PAIR = re.compile(r"([\w.@/+~-]+)=(.*)", re.S)
+_BARE_NAME = re.compile(r"[\w.@/+~-]+")
 _LOGIN = re.compile(r"([^\s:@/]+):(?!//)(?!\d+$)\S+")
 _LOGINS = {"u", "user", "username", "login", "userpwd"}
 # As in {"name": "password", "value": "x"}.
@@ -88,7 +89,7 @@ def _said(name: str, text: str) -> str:
 
 def _listed(name: str, items: Sequence[Any]) -> list[Any]:
     """The items of a list that is called so; they may be a command, or a name and its value."""
-    if len(items) == 2 and isinstance(items[0], str) and _is_surely_secret(items[0]):
+    if len(items) == 2 and isinstance(items[0], str) and _is_bare_name(items[0]) and _is_surely_secret(items[0]):
         return [items[0], redact_setting(items[0], items[1])]
     shown, option = [], ""
     for item in items:
@@ -96,6 +97,11 @@ def _listed(name: str, items: Sequence[Any]) -> list[Any]:
         shown.append(redact_setting(name if _NO_VALUE.fullmatch(word) else option or name, item))
         option = word if _OPTION_WORD.fullmatch(word) else ""
     return shown
+
+
+def _is_bare_name(text: str) -> bool:
+    """Whether this is a name alone: not `HF_TOKEN=x`, no header with its value, no `github_pat_…`."""
+    return _BARE_NAME.fullmatch(text) is not None and redact_text(text) == text
 
 
 def _mapped(values: Mapping[Any, Any]) -> dict[str, Any]:
