@@ -9,8 +9,12 @@ GPU's settings.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from flatout.model.errors import UsageError
@@ -18,8 +22,6 @@ from flatout.trace import GpuProcess, GpuSample
 
 _PULSE_EVERY_S = 0.12  # GPM wants 100 ms between samples
 _SLOW_EVERY_S = 5.0
-# Energy and the highest clock: the driver takes 4 ms and 1 ms of CPU time to answer.
-_COSTLY_EVERY_S = 30.0
 
 # NVML's reasons for holding the clocks down, in words. The bits are fixed by its header.
 THROTTLE_REASONS = {
@@ -40,10 +42,35 @@ _NEVER = (2, 3, 4, 13, 26)
 _NOTHING_NEW = (6, 21, 27)  # not found, no data, not ready
 _LOST = (1, 9, 15, 16, 28)  # driver gone, GPU lost, reset required, no such GPU
 
+# What is asked, and how often: NVML's function, its arguments, a factor to our unit, and the fields that it fills. What
+# hardly changes is asked seldom, and so are energy and the highest clock: the driver takes 4 ms and 1 ms of CPU time.
+Question = tuple[str, tuple[int, ...], float, Mapping[str, Callable[[Any], Any]]]
+_WHOLE, _FIRST = (lambda answer: answer), itemgetter(0)
+_MEMORY = {"memory_used_bytes": attrgetter("used"), "memory_total_bytes": attrgetter("total")}
+_QUESTIONS: dict[float, tuple[Question, ...]] = {
+    0.0: (
+        ("nvmlDeviceGetUtilizationRates", (), 1.0, {"gpu_util_pct": attrgetter("gpu")}),
+        ("nvmlDeviceGetMemoryInfo", (), 1, _MEMORY),
+        ("nvmlDeviceGetPowerUsage", (), 1e-3, {"power_w": _WHOLE}),
+        ("nvmlDeviceGetTemperature", (0,), 1.0, {"temperature_c": _WHOLE}),
+        ("nvmlDeviceGetClockInfo", (1,), 1.0, {"sm_clock_mhz": _WHOLE}),
+    ),
+    _SLOW_EVERY_S: (
+        ("nvmlDeviceGetEnforcedPowerLimit", (), 1e-3, {"power_limit_w": _WHOLE}),
+        ("nvmlDeviceGetClockInfo", (2,), 1.0, {"memory_clock_mhz": _WHOLE}),
+        ("nvmlDeviceGetDecoderUtilization", (), 1.0, {"decoder_util_pct": _FIRST}),
+        ("nvmlDeviceGetJpgUtilization", (), 1.0, {"jpeg_util_pct": _FIRST}),
+    ),
+    30.0: (
+        ("nvmlDeviceGetTotalEnergyConsumption", (), 1e-3, {"energy_j": _WHOLE}),
+        ("nvmlDeviceGetMaxClockInfo", (1,), 1.0, {"sm_clock_max_mhz": _WHOLE}),
+    ),
+}
+
 # The field that each GPM metric fills, and the factor to our unit. The numbers are fixed by NVML's header.
-_SM_ACTIVE = 2
+_SM_ACTIVE = "sm_active_pct"
 _GPM_METRICS = {
-    _SM_ACTIVE: ("sm_active_pct", 1.0),
+    2: (_SM_ACTIVE, 1.0),
     3: ("sm_occupancy_pct", 1.0),
     5: ("tensor_active_pct", 1.0),
     10: ("dram_active_pct", 1.0),
@@ -94,10 +121,8 @@ class Gpus:
         for gpu in self._gpus:
             gpu.close()
         self._gpus.clear()
-        try:
+        with suppress(self._nvml.NVMLError):  # it is gone already
             self._nvml.nvmlShutdown()
-        except self._nvml.NVMLError:
-            pass  # it is gone already
         self._nvml = None
 
 
@@ -111,11 +136,8 @@ class _Gpu:
         self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
         self._name = str(self._ask("nvmlDeviceGetName") or "unknown GPU")
         self._uuid = str(self._ask("nvmlDeviceGetUUID") or f"index-{index}")
-        self._slow: dict[str, float | None] = {}
-        self._processes: tuple[GpuProcess, ...] | None = None
-        self._slow_s = -_SLOW_EVERY_S
-        self._energy_j: float | None = None
-        self._costly_s = -_COSTLY_EVERY_S
+        self._figures: dict[str, Any] = {}
+        self._asked_s = dict.fromkeys(_QUESTIONS, -math.inf)
         self._pulses: list[float] = []
         self._last_util_us = 0
         self._last_use_us = 0
@@ -132,13 +154,13 @@ class _Gpu:
             self._explain("nvmlGpmSampleGet", problem)
 
     def read(self, now_s: float) -> GpuSample:
-        if now_s - self._slow_s >= _SLOW_EVERY_S:
-            self._slow_s = now_s
-            self._read_slow()
-        if now_s - self._costly_s >= _COSTLY_EVERY_S:
-            self._costly_s = now_s
-            self._energy_j = _scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
-            self._slow["sm_clock_max_mhz"] = _scaled(self._ask("nvmlDeviceGetMaxClockInfo", 1), 1)
+        for every_s, questions in _QUESTIONS.items():
+            if now_s - self._asked_s[every_s] >= every_s:
+                self._asked_s[every_s] = now_s
+                for question in questions:
+                    self._figures |= self._answers(*question)
+                if every_s == _SLOW_EVERY_S:
+                    self._figures["processes"] = self._processes()
         self.pulse(now_s)
         activity: dict[str, float] = {}
         if self._gpm is not None:
@@ -146,56 +168,41 @@ class _Gpu:
         else:
             self._pulses += self._util_history()
         pulses, self._pulses = tuple(self._pulses), []
-        memory = self._ask("nvmlDeviceGetMemoryInfo")
-        sample = GpuSample(
-            index=self._index,
-            uuid=self._uuid,
-            name=self._name,
-            gpu_util_pct=_field(self._ask("nvmlDeviceGetUtilizationRates"), "gpu", float),
-            memory_used_bytes=_field(memory, "used", int),
-            memory_total_bytes=_field(memory, "total", int),
-            power_w=_scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
-            energy_j=self._energy_j,
-            temperature_c=_scaled(self._ask("nvmlDeviceGetTemperature", 0), 1),
-            sm_clock_mhz=_scaled(self._ask("nvmlDeviceGetClockInfo", 1), 1),
-            throttle=throttle_words(self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")),
-            processes=self._processes,
-            pulses=pulses,
-            **self._slow,
-            **activity,
-        )
+        throttle = throttle_words(self._ask("nvmlDeviceGetCurrentClocksThrottleReasons"))
+        known = {"index": self._index, "uuid": self._uuid, "name": self._name}
         if self._lost:  # meanwhile: half a reading is worth nothing
-            return GpuSample(index=self._index, uuid=self._uuid, name=self._name)
-        return sample
+            return GpuSample(**known)
+        return GpuSample(**known, throttle=throttle, pulses=pulses, **self._figures, **activity)
 
     def close(self) -> None:
         if self._gpm is not None:
             self._gpm.close()
 
-    def _read_slow(self) -> None:
-        """What hardly changes, or costs much to ask."""
-        self._slow["power_limit_w"] = _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
-        self._slow["memory_clock_mhz"] = _scaled(self._ask("nvmlDeviceGetClockInfo", 2), 1)
-        self._slow["decoder_util_pct"] = _field(self._ask("nvmlDeviceGetDecoderUtilization"), 0, float)
-        self._slow["jpeg_util_pct"] = _field(self._ask("nvmlDeviceGetJpgUtilization"), 0, float)
+    def _answers(
+        self, function: str, arguments: tuple[int, ...], factor: float, fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The fields that one question fills; None in them without an answer."""
+        answer = self._ask(function, *arguments)
+        if answer is None:
+            return dict.fromkeys(fields)
+        return {field: take(answer) * factor for field, take in fields.items()}
+
+    def _processes(self) -> tuple[GpuProcess, ...] | None:
         running = self._ask("nvmlDeviceGetComputeRunningProcesses")
-        self._processes = None
-        if running is not None:
-            use = self._use_by_process()
-            self._processes = tuple([self._process(answer, use) for answer in running])
+        if running is None:
+            return None
+        use = self._use_by_process()
+        return tuple([self._process(answer, use) for answer in running])
 
     def _process(self, answer: Any, use: dict[int, float] | None) -> GpuProcess:
         sm_pct = None
         if use is not None:
             sm_pct = use.get(answer.pid, 0.0)
-        name = self._process_name(answer.pid)
-        return GpuProcess(pid=answer.pid, used_bytes=answer.usedGpuMemory, name=name, sm_pct=sm_pct)
-
-    def _process_name(self, pid: int) -> str | None:
         try:
-            return str(self._nvml.nvmlSystemGetProcessName(pid)).rsplit("/", 1)[-1] or None
+            name = str(self._nvml.nvmlSystemGetProcessName(answer.pid)).rsplit("/", 1)[-1] or None
         except self._nvml.NVMLError:
-            return None  # it has ended, or a container hides it
+            name = None  # it has ended, or a container hides it
+        return GpuProcess(pid=answer.pid, used_bytes=answer.usedGpuMemory, name=name, sm_pct=sm_pct)
 
     def _use_by_process(self) -> dict[int, float] | None:
         """How much of the recent time each process had work on the GPU; None where the driver does not say."""
@@ -250,31 +257,33 @@ class _Gpu:
 
 
 class _Gpm:
-    """GPM counters of one GPU, in three buffers by turns: the last read, the last pulse, and one to fill next."""
+    """GPM counters of one GPU. Each pulse fills one of two buffers by turns; between two of them lie the figures."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
         self._handle = handle
-        self._buffers = [nvml.nvmlGpmSampleAlloc() for _ in range(3)]
-        self._pulse_query = _query(nvml, (_SM_ACTIVE,))
-        self._read_query = _query(nvml, tuple(_GPM_METRICS))
-        self._latest = self._at_read = self._buffers[0]
+        self._latest, self._before = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
+        self._query = nvml.c_nvmlGpmMetricsGet_t()
+        self._query.version = nvml.NVML_GPM_METRICS_GET_VERSION
+        self._query.numMetrics = len(_GPM_METRICS)
+        for slot, number in enumerate(_GPM_METRICS):
+            self._query.metrics[slot].metricId = number
         self._latest_s: float | None = None
+        self._sums: Counter[str] = Counter()  # since the last read, each value times its seconds
+        self._seconds: Counter[str] = Counter()
         self._values: dict[str, float] = {}
 
     @classmethod
     def on(cls, nvml: Any, handle: Any) -> _Gpm | None:
         """GPM, where the GPU has it and permits it."""
+        gpm = None
         try:
-            if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-                return None
-            gpm = cls(nvml, handle)
+            if nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                gpm = cls(nvml, handle)
+                nvml.nvmlGpmSampleGet(handle, gpm._latest)
         except (nvml.NVMLError, AttributeError):
-            return None
-        try:
-            nvml.nvmlGpmSampleGet(handle, gpm._latest)
-        except nvml.NVMLError:
-            gpm.close()
+            if gpm is not None:
+                gpm.close()
             return None
         return gpm
 
@@ -283,56 +292,46 @@ class _Gpm:
         before_s = self._latest_s
         if before_s is not None and now_s - before_s < _PULSE_EVERY_S:
             return []
-        before, free = self._latest, next(b for b in self._buffers if b is not self._latest and b is not self._at_read)
+        self._latest, self._before, self._latest_s = self._before, self._latest, None
         try:
-            self._nvml.nvmlGpmSampleGet(self._handle, free)
+            self._nvml.nvmlGpmSampleGet(self._handle, self._latest)
         except self._nvml.NVMLError:
             self._values = {}  # the activity before is not that of now
-            self._latest_s = None
             raise
-        self._latest, self._latest_s = free, now_s
+        self._latest_s = now_s
         if before_s is None:
-            self._at_read = free
             return []
-        return list(self._between(before, free, self._pulse_query).values())
+        found = self._since_before()
+        for name, value in found.items():
+            self._sums[name] += value * (now_s - before_s)
+            self._seconds[name] += now_s - before_s
+        return [found[_SM_ACTIVE]] if _SM_ACTIVE in found else []
 
     def since_last_read(self) -> dict[str, float]:
         """All metrics from the last read to the last pulse; those of the read before while no new pulse came."""
-        if self._latest is not self._at_read:
-            self._values = self._between(self._at_read, self._latest, self._read_query)
-            self._at_read = self._latest
+        if self._sums:
+            self._values = {name: total / self._seconds[name] for name, total in self._sums.items()}
+            self._sums.clear()
+            self._seconds.clear()
         return self._values
 
     def close(self) -> None:
-        for buffer in self._buffers:
-            try:
+        for buffer in (self._latest, self._before):
+            with suppress(self._nvml.NVMLError):  # it goes with the GPU
                 self._nvml.nvmlGpmSampleFree(buffer)
-            except self._nvml.NVMLError:
-                pass  # it goes with the GPU
-        self._buffers = []
 
-    def _between(self, start: Any, end: Any, query: Any) -> dict[str, float]:
-        query.sample1, query.sample2 = start, end
+    def _since_before(self) -> dict[str, float]:
+        self._query.sample1, self._query.sample2 = self._before, self._latest
         try:
-            self._nvml.nvmlGpmMetricsGet(query)
+            self._nvml.nvmlGpmMetricsGet(self._query)
         except self._nvml.NVMLError:
             return {}
         found = {}
-        for slot in range(query.numMetrics):
-            answer = query.metrics[slot]
+        for answer in itertools.islice(self._query.metrics, len(_GPM_METRICS)):
             if answer.nvmlReturn == 0 and math.isfinite(answer.value):
                 name, factor = _GPM_METRICS[answer.metricId]
                 found[name] = answer.value * factor
         return found
-
-
-def _query(nvml: Any, metrics: tuple[int, ...]) -> Any:
-    query = nvml.c_nvmlGpmMetricsGet_t()
-    query.version = nvml.NVML_GPM_METRICS_GET_VERSION
-    query.numMetrics = len(metrics)
-    for slot, number in enumerate(metrics):
-        query.metrics[slot].metricId = number
-    return query
 
 
 def throttle_words(bits: int | None) -> tuple[str, ...] | None:
@@ -340,18 +339,3 @@ def throttle_words(bits: int | None) -> tuple[str, ...] | None:
     if bits is None:
         return None
     return tuple(word for bit, word in THROTTLE_REASONS.items() if bits & bit)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    if value is None:
-        return None
-    return float(value) * factor
-
-
-def _field(answer: Any, name: str | int, kind: Callable[[Any], Any]) -> Any:
-    """One figure of an answer; None without an answer."""
-    if answer is None:
-        return None
-    if isinstance(name, int):
-        return kind(answer[name])
-    return kind(getattr(answer, name))

@@ -74,10 +74,8 @@ class Sampler:
         return sample
 
     def close(self) -> None:
-        """Let go of the driver and of every open file."""
+        """Let go of the driver."""
         self._gpus.close()
-        self._host.close()
-        self._tree.close()
 
     def __enter__(self) -> Sampler:
         return self

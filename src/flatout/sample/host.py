@@ -1,102 +1,93 @@
-"""The machine: cores, pressure, memory and disks, from /proc, /sys and the control groups."""
+"""The machine: cores, pressure, memory and disks, from /proc, /sys and the control groups. On Windows and macOS
+psutil says less of it."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flatout.sample.budget import CgroupFiles, on_linux
+from flatout.sample.budget import CgroupFiles, on_linux, table_of, text_of
 from flatout.trace import DiskSample, HostSample
 
-if TYPE_CHECKING:
-    from flatout.sample.elsewhere import PsutilHost
-
-_LONG_BYTES = 1 << 18  # /proc/stat lists every interrupt of a large machine
 _SECTOR_BYTES = 512
 _NOT_DISKS = ("loop", "ram", "zram", "sr", "fd")
 
 
 def host_of(root: Path) -> Host | PsutilHost:
     """What reads this machine."""
-    if on_linux():
-        return Host(root)
-    from flatout.sample.elsewhere import PsutilHost
-
-    return PsutilHost()
+    return Host(root) if on_linux() else PsutilHost()
 
 
-class ProcFile:
-    """A /proc file kept open: reading it again costs a third of opening it again."""
+class Rates:
+    """How fast counters grow, from one read to the next; None where that is not known."""
 
-    __slots__ = ("_fd",)
+    def __init__(self) -> None:
+        self.seconds = 0.0  # since the read before
+        self._read_s: float | None = None
+        self._before: dict[str, int] = {}
+        self._now: dict[str, int] = {}
 
-    def __init__(self, path: Path | str) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY)
-        except OSError:
-            self._fd = -1
+    def next_read(self, now_s: float) -> None:
+        """Another read begins."""
+        if self._read_s is not None:
+            self.seconds = now_s - self._read_s
+        self._read_s = now_s
+        self._before, self._now = self._now, {}
 
-    def read(self, longest: int = 4096) -> bytes:
-        """What the file says now, up to `longest` bytes; empty when it cannot be read."""
-        try:
-            return os.pread(self._fd, longest, 0)
-        except OSError:
-            return b""
+    def grown(self, name: str, count: int | None) -> int | None:
+        """How much the counter of this name has grown."""
+        if count is None:
+            return None
+        self._now[name] = count
+        if name not in self._before or self.seconds <= 0:
+            return None
+        return max(0, count - self._before[name])
 
-    def close(self) -> None:
-        """Give the descriptor back."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def a_second(self, name: str, count: int | None, factor: float = 1) -> float | None:
+        """The same a second, times a factor."""
+        grown = self.grown(name, count)
+        return None if grown is None else grown * factor / self.seconds
 
 
 class Host:
     """Reads the machine; rates are over the time since the read before."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
-        self._files = {name: ProcFile(root / "proc" / name) for name in ("stat", "meminfo", "diskstats")}
-        self._pressure = {name: ProcFile(root / "proc/pressure" / name) for name in ("cpu", "io", "memory")}
+        self._root, self._proc = root, root / "proc"
         self._disks = _whole_disks(root)
         self._cgroup = CgroupFiles(root)
-        self._before: _Counters | None = None
+        self._rates = Rates()
 
     def read(self, now_s: float) -> HostSample:
         """The machine since the last read; what is a rate is None the first time."""
-        now = _Counters(
-            now_s=now_s,
-            cores=_cpu_ticks(stat := self._files["stat"].read(_LONG_BYTES)),
-            switches=counter(stat, b"\nctxt "),
-            pressure_us={name: counter(file.read(), b"total=") for name, file in self._pressure.items()},
-            quota_periods=self._cgroup.quota_periods(),
-            disks=_disk_counters(self._files["diskstats"].read(_LONG_BYTES), self._disks),
-        )
-        before, self._before = self._before, now
-        rates: dict[str, Any] = {}
-        if before is not None and now_s > before.now_s:
-            rates = now.since(before)
-        return HostSample(run_queue=counter(stat, b"\nprocs_running "), **self._levels(), **rates)
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        for file in (*self._files.values(), *self._pressure.values()):
-            file.close()
+        self._rates.next_read(now_s)
+        numbers = table_of(self._proc / "stat")
+        rates = {
+            **self._cores(),
+            "switches_s": self._rates.a_second("switches", numbers.get("ctxt")),
+            "pressure_cpu_pct": self._pressure_pct("cpu"),
+            "pressure_io_pct": self._pressure_pct("io"),
+            "pressure_memory_pct": self._pressure_pct("memory"),
+            "throttled_pct": self._throttled_pct(),
+            "disks": tuple(filter(None, self._disk_samples())),
+        }
+        if self._rates.seconds <= 0:
+            rates = {}
+        return HostSample(run_queue=numbers.get("procs_running"), **self._levels(), **rates)
 
     def _levels(self) -> dict[str, Any]:
-        info = self._files["meminfo"].read()
-        total, available = kibibytes(info, b"MemTotal:"), kibibytes(info, b"MemAvailable:")
-        used = _difference(total, available)
+        info = {name: 1024 * number for name, number in table_of(self._proc / "meminfo").items()}
+        total, used = info.get("MemTotal:"), _difference(info, "MemTotal:", "MemAvailable:")
         limited = self._cgroup.memory()
         if limited is not None and (total is None or limited[0] < total):
             total, used = limited
-        swap_total, swap_free = kibibytes(info, b"SwapTotal:"), kibibytes(info, b"SwapFree:")
         levels: dict[str, Any] = {
             "memory_total_bytes": total,
             "memory_used_bytes": used,
-            "page_cache_bytes": kibibytes(info, b"\nCached:"),
-            "swap_used_bytes": _difference(swap_total, swap_free),
+            "page_cache_bytes": info.get("Cached:"),
+            "swap_used_bytes": _difference(info, "SwapTotal:", "SwapFree:"),
         }
         try:
             shm = os.statvfs(self._root / "dev/shm")
@@ -107,104 +98,63 @@ class Host:
             "shm_used_bytes": shm.f_frsize * (shm.f_blocks - shm.f_bfree),
         }
 
+    def _cores(self) -> dict[str, Any]:
+        """How busy the machine is, which comes first in the file, and each core."""
+        busy: list[float | None] = []
+        iowait = None
+        for line in text_of(self._proc / "stat").splitlines():
+            if not line.startswith("cpu"):
+                break
+            # The two columns behind, guest times, are part of user time already.
+            core, *words = line.split()[:9]
+            ticks = [int(word) for word in words]
+            passed = self._rates.grown(core, sum(ticks))
+            waiting = self._rates.grown(f"{core} waits", ticks[4])
+            if not busy:
+                iowait = _pct(waiting, passed)
+            busy.append(_pct(self._rates.grown(f"{core} works", sum(ticks) - ticks[3] - ticks[4]), passed))
+        cores_pct = tuple(pct for pct in busy[1:] if pct is not None)
+        return {"cpu_pct": busy[0] if busy else None, "cores_pct": cores_pct, "iowait_pct": iowait}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Counters:
-    """What only counts up, at one moment."""
+    def _pressure_pct(self, name: str) -> float | None:
+        total_us = text_of(self._proc / "pressure" / name).partition("total=")[2].split()[:1]
+        share_pct = self._rates.a_second(f"pressure {name}", int(total_us[0]) if total_us else None, 1e-4)
+        return None if share_pct is None else min(100.0, share_pct)
 
-    now_s: float
-    cores: list[tuple[int, int, int]]
-    switches: int | None
-    pressure_us: dict[str, int | None]
-    quota_periods: tuple[int, int] | None
-    disks: dict[str, tuple[int, int, int]]
+    def _throttled_pct(self) -> float | None:
+        """In what share of its periods the quota held the group back; 0 when the group did not run at all."""
+        held, periods = self._cgroup.quota_periods() or (None, None)
+        return _pct(self._rates.grown("held back", held), self._rates.grown("periods", periods))
 
-    def since(self, before: _Counters) -> dict[str, Any]:
-        seconds = self.now_s - before.now_s
-        pairs = zip(self.cores, before.cores, strict=False)
-        spent = [(now[0] - was[0], now[1] - was[1], now[2] - was[2]) for now, was in pairs]
-        busy = [_pct(ticks - idle - waiting, ticks) for ticks, idle, waiting in spent]
-
-        def stalled_pct(name: str) -> float | None:
-            stalled_us = _difference(self.pressure_us[name], before.pressure_us[name])
-            if stalled_us is None:
-                return None
-            return _pct(stalled_us, seconds * 1e6)
-
-        return {
-            "cpu_pct": busy[0] if busy else None,
-            "cores_pct": tuple(busy[1:]),
-            "iowait_pct": _pct(spent[0][2], spent[0][0]) if spent else None,
-            "switches_s": rate(self.switches, before.switches, seconds),
-            "pressure_cpu_pct": stalled_pct("cpu"),
-            "pressure_io_pct": stalled_pct("io"),
-            "pressure_memory_pct": stalled_pct("memory"),
-            "throttled_pct": _held_back_pct(self.quota_periods, before.quota_periods),
-            "disks": tuple(
-                DiskSample(
-                    name=name,
-                    read_bytes_s=(now[0] - before.disks[name][0]) * _SECTOR_BYTES / seconds,
-                    write_bytes_s=(now[1] - before.disks[name][1]) * _SECTOR_BYTES / seconds,
-                    busy_pct=min(100.0, (now[2] - before.disks[name][2]) / seconds / 10),
-                )
-                for name, now in self.disks.items()
-                if name in before.disks
-            ),
-        }
+    def _disk_samples(self) -> Iterator[DiskSample | None]:
+        for line in text_of(self._proc / "diskstats").splitlines():
+            words = line.split()
+            if len(words) > 12 and words[2] in self._disks:
+                read, written, busy_ms = int(words[5]), int(words[9]), int(words[12])
+                yield _disk(self._rates, words[2], read * _SECTOR_BYTES, written * _SECTOR_BYTES, busy_ms)
 
 
-def _cpu_ticks(stat: bytes) -> list[tuple[int, int, int]]:
-    """(all, idle, waiting for disks) ticks: first of the whole machine, then of each core."""
-    found = []
-    for line in stat.split(b"\n"):
-        if not line.startswith(b"cpu"):
-            break
-        # The two columns behind, guest times, are part of user time already.
-        ticks = [int(word) for word in line.split()[1:9]]
-        found.append((sum(ticks), ticks[3], ticks[4]))
-    return found
-
-
-def rate(now: int | None, before: int | None, divisor: float) -> float | None:
-    """How much a counter has grown, by the divisor; None where it is not known."""
-    grown = _difference(now, before)
-    if grown is None:
+def _disk(
+    rates: Rates, name: str, read_bytes: int, written_bytes: int, busy_ms: int | None = None
+) -> DiskSample | None:
+    """A disk since the last read; None where it is new."""
+    read_s, written_s = rates.a_second(f"{name} reads", read_bytes), rates.a_second(f"{name} writes", written_bytes)
+    busy_pct = rates.a_second(f"{name} works", busy_ms, 0.1)
+    if read_s is None or written_s is None:
         return None
-    return grown / divisor
+    if busy_pct is not None:
+        busy_pct = min(100.0, busy_pct)
+    return DiskSample(name=name, read_bytes_s=read_s, write_bytes_s=written_s, busy_pct=busy_pct)
 
 
-def _difference(one: int | None, other: int | None) -> int | None:
-    if one is None or other is None:
+def _pct(part: float | None, whole: float | None) -> float | None:
+    if part is None or whole is None:
         return None
-    return one - other
+    return min(100.0, 100 * part / whole) if whole else 0.0
 
 
-def _pct(part: float, whole: float) -> float:
-    if whole <= 0:
-        return 0.0
-    return min(100.0, max(0.0, 100 * part / whole))
-
-
-def _held_back_pct(now: tuple[int, int] | None, before: tuple[int, int] | None) -> float | None:
-    """In what share of its periods the quota held the group back; 0 when the group did not run at all."""
-    if now is None or before is None:
-        return None
-    return _pct(now[0] - before[0], now[1] - before[1])
-
-
-def counter(text: bytes, label: bytes) -> int | None:
-    """The whole number right behind the first `label`."""
-    at = text.find(label)
-    if at < 0:
-        return None
-    return int(text[at + len(label) :].split(None, 1)[0])
-
-
-def kibibytes(meminfo: bytes, label: bytes) -> int | None:
-    value = counter(meminfo, label)
-    if value is None:
-        return None
-    return value * 1024
+def _difference(numbers: dict[str, int], one: str, other: str) -> int | None:
+    return numbers[one] - numbers[other] if one in numbers and other in numbers else None
 
 
 def _whole_disks(root: Path) -> set[str]:
@@ -216,7 +166,32 @@ def _whole_disks(root: Path) -> set[str]:
         return set()
 
 
-def _disk_counters(diskstats: bytes, disks: set[str]) -> dict[str, tuple[int, int, int]]:
-    """(sectors read, sectors written, milliseconds busy) by disk."""
-    rows = (line.split() for line in diskstats.decode("ascii", "replace").splitlines())
-    return {row[2]: (int(row[5]), int(row[9]), int(row[12])) for row in rows if len(row) > 12 and row[2] in disks}
+class PsutilHost:
+    """The machine under Windows and macOS."""
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+
+    def read(self, now_s: float) -> HostSample:
+        """As `Host.read`."""
+        import psutil  # installed only there
+
+        self._rates.next_read(now_s)
+        memory = psutil.virtual_memory()
+        # These are since the call before, so the first call says nothing.
+        cores = tuple(psutil.cpu_percent(percpu=True))
+        counters = psutil.disk_io_counters(perdisk=True) or {}
+        disks = [_disk(self._rates, name, disk.read_bytes, disk.write_bytes) for name, disk in counters.items()]
+        rates: dict[str, Any] = {}
+        if self._rates.seconds > 0:
+            rates = {
+                "cpu_pct": sum(cores) / max(1, len(cores)),
+                "cores_pct": cores,
+                "disks": tuple(filter(None, disks)),
+            }
+        return HostSample(
+            memory_total_bytes=memory.total,
+            memory_used_bytes=memory.total - memory.available,
+            swap_used_bytes=psutil.swap_memory().used,
+            **rates,
+        )

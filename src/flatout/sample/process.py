@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from flatout.redact import redact_text
-from flatout.sample.host import ProcFile, counter, kibibytes, rate
+from flatout.sample.budget import table_of, text_of
+from flatout.sample.host import Rates
 from flatout.trace import ProcessSample
 
 _LOOK_FOR_NEW_S = 5.0
@@ -42,43 +42,26 @@ class Tree:
             self._roots, self._holders, self._looked_s = asked, holders, now_s
             self._look_for_new()
         self._measure_some_pss(now_s)
-        samples = []
-        for pid, process in list(self._known.items()):
-            sample = process.read(now_s)
-            if sample is None:
-                process.close()
-                del self._known[pid]
-            else:
-                samples.append(sample)
-        return tuple(samples)
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        for process in self._known.values():
-            process.close()
-        self._known.clear()
+        samples = {pid: process.read(now_s) for pid, process in self._known.items()}
+        self._known = {pid: process for pid, process in self._known.items() if samples[pid] is not None}
+        return tuple(filter(None, samples.values()))
 
     def _measure_some_pss(self, now_s: float) -> None:
         """A few at first, then one now and then: the one that has waited longest, trainers before their workers."""
         if now_s - self._pss_s < _PSS_PAUSE_S or not self._known:
             return
-        count = 1
-        if all(process.pss_s is None for process in self._known.values()):
-            count = _PSS_AT_ONCE
+        first = all(process.pss_s is None for process in self._known.values())
         waiting = sorted(self._known.values(), key=lambda p: (p.pss_s is not None, p.pss_s or 0.0, p.role != "trainer"))
-        for process in waiting[:count]:
+        for process in waiting[: _PSS_AT_ONCE if first else 1]:
             process.measure_pss(now_s)
         self._pss_s = now_s
 
     def _look_for_new(self) -> None:
+        before, self._known = self._known, {}
         tree = _below(self._proc, self._roots)
-        for pid in self._known.keys() - tree.keys():
-            self._known.pop(pid).close()
         for pid, role in _roles(self._proc, tree, self._roots, self._holders).items():
-            if pid in self._known:
-                self._known[pid].role = role
-            else:
-                self._known[pid] = _Process(self._proc.folder / str(pid), pid, role)
+            self._known[pid] = before.get(pid) or _Process(self._proc.folder / str(pid), pid)
+            self._known[pid].role = role
 
 
 def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
@@ -119,11 +102,8 @@ def _below(proc: Proc, roots: frozenset[int]) -> dict[int, int]:
 def _roles(proc: Proc, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
     workers = {pid for pid in tree if pid not in roots and proc.name(pid) in _WORKER_NAMES}
     owners = _owners(proc, {pid: tree[pid] for pid in workers})
-    trainers = (holders | owners) & tree.keys() - workers
-    trainers = trainers or roots & tree.keys()
-    roles = dict.fromkeys(tree, "other")
-    roles |= dict.fromkeys(trainers, "trainer")
-    return roles | dict.fromkeys(workers, "worker")
+    trainers = (holders | owners) & tree.keys() - workers or roots & tree.keys()
+    return dict.fromkeys(tree, "other") | dict.fromkeys(trainers, "trainer") | dict.fromkeys(workers, "worker")
 
 
 def _owners(proc: Proc, parents: Mapping[int, int | None]) -> set[int]:
@@ -174,17 +154,17 @@ class Proc:
 
     def parent(self, pid: int) -> int | None:
         if pid not in self._parents:
-            fields = self._fields(pid)
+            _, fields = stat_of(f"{self.folder}/{pid}")
             if not fields:
                 return None
             self._parents[pid] = int(fields[1])
         return self._parents[pid]
 
     def name(self, pid: int) -> str:
-        return _text(f"{self.folder}/{pid}/comm").strip()
+        return text_of(f"{self.folder}/{pid}/comm")
 
     def command(self, pid: int) -> str:
-        return _text(f"{self.folder}/{pid}/cmdline")
+        return text_of(f"{self.folder}/{pid}/cmdline")
 
     def is_python(self, pid: int) -> bool:
         try:
@@ -193,93 +173,56 @@ class Proc:
             return "python" in self.command(pid)
 
     def session(self, pid: int) -> list[str]:
-        return self._fields(pid)[3:4]
-
-    def _fields(self, pid: int) -> list[str]:
-        """Those of /proc/PID/stat behind the name, which may itself hold spaces and brackets."""
-        return _text(f"{self.folder}/{pid}/stat").rpartition(")")[2].split()
+        return stat_of(f"{self.folder}/{pid}")[1][3:4]
 
 
-class _ProcessCounters(NamedTuple):
-    """What only counts up, at one moment."""
-
-    now_s: float
-    ticks: int
-    delay_ns: int | None = None  # waiting for a core: of the main thread alone, the one that trains, or loads
-    switches: int | None = None
-    read_bytes: int | None = None
+def stat_of(folder: str) -> tuple[str, list[str]]:
+    """/proc/PID/stat: the name, which may itself hold spaces and brackets, and the fields behind it."""
+    before, _, behind = text_of(f"{folder}/stat").rpartition(")")
+    return before.partition("(")[2], behind.split()
 
 
 class _Process:
-    """One process, its files kept open between reads."""
+    """One process, from read to read."""
 
-    __slots__ = ("_before", "_folder", "_io", "_pid", "_pss", "_schedstat", "_stat", "pss_s", "role")
-
-    def __init__(self, folder: Path, pid: int, role: str) -> None:
-        self.role = role
+    def __init__(self, folder: Path, pid: int) -> None:
+        self.role = "other"
         self._pid = pid
-        self._folder = folder
-        self._stat = ProcFile(folder / "stat")
-        self._schedstat = ProcFile(folder / "schedstat")
-        self._io = ProcFile(folder / "io")
-        self._before: _ProcessCounters | None = None
-        self._pss: int | None = None
+        self._folder = str(folder)
+        self._rates = Rates()
+        self._pss_bytes: int | None = None
         self.pss_s: float | None = None
 
     def measure_pss(self, now_s: float) -> None:
         """Ask for its share of memory, pages shared with others counted once: costly."""
         self.pss_s = now_s
-        self._pss = kibibytes(_text(f"{self._folder}/smaps_rollup").encode(), b"\nPss:")
+        pss = table_of(f"{self._folder}/smaps_rollup").get("Pss:")
+        self._pss_bytes = None if pss is None else pss * 1024
 
     def read(self, now_s: float) -> ProcessSample | None:
         """What it did since the last read; None when it has ended."""
-        stat = self._stat.read()
-        name_end = stat.rfind(b")")
-        fields = stat[name_end + 2 :].split(None, 22)
-        if len(fields) < 22 or fields[0] in b"ZX":
+        name, fields = stat_of(self._folder)
+        if len(fields) < 22 or fields[0] in "ZX":
             return None
-        now = _ProcessCounters(
-            now_s, int(fields[11]) + int(fields[12]), *self._waits(), counter(self._io.read(), b"rchar:")
-        )
-        before, self._before = self._before, now
-        rates: dict[str, float | None] = {}
-        if before is not None and now_s > before.now_s:
-            seconds = now_s - before.now_s
-            rates = {
-                "cpu_pct": 100 * (now.ticks - before.ticks) / _TICKS_S / seconds,
-                "run_delay_pct": rate(now.delay_ns, before.delay_ns, seconds * 1e7),
-                "switches_s": rate(now.switches, before.switches, seconds),
-                "read_bytes_s": rate(now.read_bytes, before.read_bytes, seconds),
-            }
+        # Of the main thread alone, which trains or loads: how long it waited for a core, and how often it got one.
+        waits = text_of(f"{self._folder}/schedstat").split()
+        delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
+        rates = self._rates
+        rates.next_read(now_s)
         return ProcessSample(
             pid=self._pid,
             role=self.role,
-            name=redact_text(stat[stat.find(b"(") + 1 : name_end].decode("utf-8", "replace")),
-            state=fields[0].decode("ascii"),
-            threads=int(fields[17]),
+            name=redact_text(name),
+            cpu_pct=rates.a_second("ticks", int(fields[11]) + int(fields[12]), 100 / _TICKS_S),
+            run_delay_pct=rates.a_second("delay", delay_ns, 1e-7),
             rss_bytes=int(fields[21]) * _PAGE_BYTES,
-            pss_bytes=self._pss,
-            **rates,
+            pss_bytes=self._pss_bytes,
+            read_bytes_s=rates.a_second("read", table_of(f"{self._folder}/io").get("rchar:")),
+            switches_s=rates.a_second("switches", switches),
+            threads=int(fields[17]),
+            state=fields[0],
         )
 
-    def _waits(self) -> tuple[int | None, int | None]:
-        words = self._schedstat.read().split()
-        if len(words) != 3:
-            return None, None
-        return int(words[1]), int(words[2])
 
-    def close(self) -> None:
-        for file in (self._stat, self._schedstat, self._io):
-            file.close()
-
-
-_TICKS_S = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - read a thousand times a look, and this is the fast way
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
+if hasattr(os, "sysconf"):  # not on Windows
+    _TICKS_S, _PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")

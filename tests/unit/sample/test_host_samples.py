@@ -22,9 +22,7 @@ def read_twice(machine: Machine, seconds: float = 2.0) -> HostSample:
     host = Host(machine("vm-cgroup-v1-before"))
     host.read(100.0)
     machine("vm-cgroup-v1-after")
-    sample = host.read(100.0 + seconds)
-    host.close()
-    return sample
+    return host.read(100.0 + seconds)
 
 
 def numbers(root: Path, name: str, label: str) -> list[int]:
@@ -39,7 +37,6 @@ def numbers(root: Path, name: str, label: str) -> list[int]:
 def test_the_first_read_has_levels_but_no_rates(machine: Machine) -> None:
     host = Host(machine("vm-cgroup-v1-before"))
     sample = host.read(0.0)
-    host.close()
     assert sample.memory_total_bytes == 24682416 * 1024
     assert sample.run_queue is not None
     assert (sample.cpu_pct, sample.cores_pct, sample.disks, sample.switches_s) == (None, None, None, None)
@@ -98,7 +95,6 @@ def test_levels(machine: Machine) -> None:
 def test_in_a_container_memory_is_the_containers(machine: Machine) -> None:
     host = Host(machine("container-cgroup-v2"))
     sample = host.read(0.0)
-    host.close()
     assert (sample.memory_total_bytes, sample.memory_used_bytes) == (34359738368, 8000000000)
 
 
@@ -110,7 +106,6 @@ def test_a_quota_that_holds_back_is_the_share_of_its_periods(machine: Machine) -
     stat.write_text(stat.read_text().replace("nr_periods 4000", "nr_periods 4020").replace("led 1000", "led 1005"))
     assert host.read(2.0).throttled_pct == 25.0
     assert host.read(3.0).throttled_pct == 0.0  # nothing ran: nothing was held back
-    host.close()
 
 
 def test_raid_and_lvm_do_not_count_what_their_disks_count_already(machine: Machine) -> None:
@@ -121,7 +116,6 @@ def test_raid_and_lvm_do_not_count_what_their_disks_count_already(machine: Machi
     host = Host(root)
     host.read(0.0)
     sample = host.read(1.0)
-    host.close()
     assert [disk.name for disk in sample.disks or ()] == ["vda"]
 
 
@@ -134,7 +128,6 @@ def test_files_that_are_not_there_are_none(machine: Machine) -> None:
     host = Host(root)
     host.read(0.0)
     sample = host.read(1.0)
-    host.close()
     assert (sample.pressure_cpu_pct, sample.pressure_io_pct, sample.disks) == (None, None, ())
     assert (sample.memory_total_bytes, sample.swap_used_bytes) == (None, None)
     assert sample.cpu_pct is not None
@@ -144,7 +137,6 @@ def test_no_proc_at_all_is_none_everywhere(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.read(0.0)
     sample = host.read(1.0)
-    host.close()
     assert (sample.cpu_pct, sample.run_queue, sample.memory_used_bytes) == (None, None, None)
 
 
@@ -153,7 +145,6 @@ def test_this_machine() -> None:
     host.read(0.0)
     before = os.cpu_count()
     sample = host.read(1.0)
-    host.close()
     assert len(sample.cores_pct or ()) == before
     assert 0 <= (sample.cpu_pct or 0) <= 100
     memory = psutil.virtual_memory()
@@ -166,7 +157,6 @@ def test_elsewhere_psutil_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> 
     host = host_of(Path("/"))
     assert host.read(0.0).cpu_pct is None
     sample = host.read(1.0)
-    host.close()
     assert len(sample.cores_pct or ()) == os.cpu_count()
     assert sample.memory_total_bytes == psutil.virtual_memory().total
     assert sample.disks is not None

@@ -27,7 +27,6 @@ def trainer() -> int:
 def roles(root: Path, roots: list[int], holders: list[int] | None = None) -> dict[int, str]:
     tree = Tree(root)
     samples = tree.read(0.0, roots, holders or ())
-    tree.close()
     return {sample.pid: sample.role for sample in samples}
 
 
@@ -75,7 +74,6 @@ def test_what_a_process_did_between_two_moments(machine: Machine, trainer: int) 
     first = tree.read(10.0, [trainer])[0]
     machine("vm-cgroup-v1-after")
     second = tree.read(12.0, [trainer])[0]
-    tree.close()
 
     after = counters(root)
     assert (first.cpu_pct, first.run_delay_pct, first.read_bytes_s) == (None, None, None)
@@ -145,7 +143,6 @@ def test_a_name_with_brackets_and_spaces_does_not_confuse(machine: Machine, trai
     plant(root, 90001, trainer, name="my (odd) name", command="odd")
     tree = Tree(root)
     [odd] = [sample for sample in tree.read(0.0, [trainer]) if sample.pid == 90001]
-    tree.close()
     assert (odd.name, odd.state, odd.role) == ("my (odd) name", "S", "other")
 
 
@@ -156,7 +153,6 @@ def test_files_one_may_not_read_are_none(machine: Machine, trainer: int) -> None
     tree = Tree(root)
     tree.read(0.0, [trainer])
     sample = tree.read(1.0, [trainer])[0]
-    tree.close()
     assert (sample.read_bytes_s, sample.run_delay_pct, sample.pss_bytes) == (None, None, None)
     assert sample.cpu_pct == 0
 
@@ -185,7 +181,6 @@ def live(pid: int) -> dict[int, ProcessSample]:
     tree = Tree()
     tree.read(0.0, [pid])
     samples = tree.read(1.0, [pid])
-    tree.close()
     return {sample.pid: sample for sample in samples}
 
 
@@ -216,7 +211,6 @@ def test_a_process_that_ends_between_reads_is_gone() -> None:
         child.wait()
         assert tree.read(1.0, [child.pid]) == ()
         assert tree.read(20.0, [child.pid]) == ()
-    tree.close()
 
 
 def test_a_process_nobody_has_waited_for_yet_is_gone_too() -> None:
@@ -224,4 +218,3 @@ def test_a_process_nobody_has_waited_for_yet_is_gone_too() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert tree.read(0.0, [child.pid]) == ()
-    tree.close()
