@@ -1,7 +1,7 @@
 """CHECK: a training looked over before it starts. Runs nothing of the user's, never imports torch.
 
 script ────────► Script ─────────┐
-config, flags ─► KnownSettings ──┼─► Training ──loader, compute, machine checks──► Checklist
+config, flags ─► KnownSettings ──┼─► Training ──checks──► Checklist
 machine: cores, memory, GPUs ────┘
 
 What cannot be told without running is called unknown; no check guesses.
@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
-from flatout.check import compute_checks, loader_checks, machine_checks
-from flatout.check.compute_checks import switch_check
-from flatout.check.lines import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
-from flatout.check.machine_checks import visible_gpus
+from flatout.check.checks import CHECKS, FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line, check_disk
 from flatout.check.training import Gpus, Training
 from flatout.model.errors import UsageError
 from flatout.model.frameworks import RUN_LOOPS
@@ -26,22 +23,6 @@ from flatout.redact import redact_text
 from flatout.sample import budget
 
 __all__ = ["FAIL", "NOT_APPLICABLE", "OK", "WARN", "Checklist", "Line", "Training", "check", "look_over"]
-
-_CHECKS: dict[str, Callable[[Training], Line | None]] = {
-    "workers": loader_checks.check_workers,
-    "shared memory": loader_checks.check_shared_memory,
-    "pin_memory": loader_checks.check_pin_memory,
-    "persistent_workers": loader_checks.check_persistent_workers,
-    "loader in the loop": loader_checks.check_loader_in_loop,
-    "set_epoch": loader_checks.check_set_epoch,
-    "mixed precision": compute_checks.check_mixed_precision,
-    "TF32": switch_check("tf32", 'torch.set_float32_matmul_precision("high")', "allow_tf32"),
-    "cuDNN benchmark": switch_check("cudnn_benchmark", "torch.backends.cudnn.benchmark = True"),
-    "compile": switch_check("compile", "torch.compile(model)"),
-    "channels_last": switch_check("channels_last", "torch.channels_last for model and inputs"),
-    "host waits": compute_checks.check_host_waits,
-    "GPUs": machine_checks.check_gpus,
-}
 
 
 def check(
@@ -56,10 +37,18 @@ def check(
         raise UsageError(f"{script or config} cannot be read: it is nested too deeply") from None
 
 
+def visible_gpus(gpus: Gpus, environ: Mapping[str, str]) -> Gpus:
+    """The GPUs that a training started here would see; None where no driver answers."""
+    if gpus is None or "CUDA_VISIBLE_DEVICES" not in environ:
+        return gpus
+    names = tuple(name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip())
+    return tuple(gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid.startswith(names))
+
+
 def look_over(training: Training, data: Path | None = None) -> Checklist:
     """All checks on a training."""
-    lines = {subject: look(training) for subject, look in _CHECKS.items()}
-    lines["disk"] = machine_checks.check_disk(training, data)
+    lines = {subject: look(training) for subject, look in CHECKS.items()}
+    lines["disk"] = check_disk(training, data)
     files = [str(file.path) for file in training.script.files]
     if files and not training.loops and not training.script.packages & {"torch", "torchvision", "flatout", *RUN_LOOPS}:
         reason = f"no PyTorch training was found in {', '.join(files + training.script.not_read)}"

@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flatout.check.known_settings import HOLDER, KnownSettings, KnownValue, setting_path
 from flatout.check.script import (
     LOOPS,
     Node,
@@ -24,6 +23,7 @@ from flatout.check.script import (
     parents,
     where,
 )
+from flatout.check.settings import HOLDER, KnownSettings, KnownValue, setting_path
 from flatout.model.frameworks import FRAMEWORKS, RUN_LOOPS
 from flatout.sample.budget import Budget
 from flatout.trace import GpuSample

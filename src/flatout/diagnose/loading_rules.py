@@ -103,8 +103,9 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
     if loader.num_workers != 0 or metrics.elastic or saved < _MIN_WAIT_WITHOUT_WORKERS:
         return None
     rate, now = metrics.samples_a_worker_s, metrics.breakdown.samples_per_s
-    # A worker that waits for a disk or a server leaves its core to others.
-    wanted = max(1, int(spare_cores(metrics) / max(_MIN_CORE_A_WORKER, metrics.worker_on_core or 1.0)))
+    # A worker that waits for a disk or a server leaves its core to others; one that waits for a core does not.
+    wants = min(1.0, (metrics.worker_on_core or 1.0) + (metrics.worker_delay or 0.0))
+    wanted = max(1, int(spare_cores(metrics) / max(_MIN_CORE_A_WORKER, wants)))
     one_worker = 1.0  # what it delivers, as a multiple of what is used now
     advice = ""
     if rate and now:

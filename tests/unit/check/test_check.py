@@ -62,6 +62,8 @@ FAULTS = [
     ("host waits", WARN, "total += loss.detach()", "seen.append(loss.detach().cpu())", "loss.detach().cpu()"),
     ("host waits", WARN, "total += loss.detach()", "print(step, loss)", "print(step, loss)"),
     ("host waits", WARN, "total += loss.detach()", "torch.cuda.synchronize()", "synchronize()"),
+    ("kept graphs", WARN, "total += loss.detach()", "losses.append(loss)", "losses.append(loss)"),
+    ("kept graphs", WARN, "total += loss.detach()", "total += 0.5 * loss", "total += 0.5 * loss"),
 ]  # fmt: skip
 
 
@@ -157,6 +159,56 @@ def test_a_setting_that_is_handed_on_is_not_called_ignored(tmp_path: Path) -> No
     assert line_of(check_script(script, config=SCRIPTS / "asked.yaml"), "compile").status == NOT_APPLICABLE
 
 
+COMPARED = """
+import torch, yaml
+cfg = yaml.safe_load(open("config.yaml"))
+scaler = torch.amp.GradScaler("cuda", enabled=cfg["amp"] == "fp16")
+for epoch in range(3):
+    for batch in loader:
+        with torch.autocast("cuda", enabled=cfg["amp"] == "fp16"):
+            loss = model(batch.cuda(non_blocking=True))
+        scaler.scale(loss).backward()
+"""
+
+
+def test_amp_true_and_a_script_that_asks_for_a_word(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("amp: true\n")
+    line = line_of(check_script(written(tmp_path, COMPARED), config=config), "mixed precision")
+    assert (line.status, line.fix, line.where) == (FAIL, "amp: fp16", f"{config}:1")
+
+
+# ---------------------------------------------------------------- the script's flags
+
+FLAGS = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("-j", "--num-workers", type=int, default=4)
+parser.add_argument("--pin", action=argparse.BooleanOptionalAction)
+args = parser.parse_args()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        (("--num-wrkers", "0"), "--num-workers"),
+        (("--num_workers=0",), "--num-workers"),
+        (("--num-workers", "0", "-j4", "--no-pin"), None),
+        (("--num-w", "0"), None),  # argparse completes it
+        (("--deepspeed_config", "a.json"), None),  # another package may declare it
+    ],
+)
+def test_a_flag_that_is_misspelt_is_found(tmp_path: Path, flags: tuple[str, ...], fix: str | None) -> None:
+    line = line_of(check_script(written(tmp_path, FLAGS), *flags), "flags")
+    assert (line.status, line.fix) == ((FAIL, fix) if fix else (NOT_APPLICABLE, None))
+
+
+def test_flags_that_the_script_passes_on_are_not_called_misspelt(tmp_path: Path) -> None:
+    script = written(tmp_path, FLAGS.replace("parse_args", "parse_known_args"))
+    assert line_of(check_script(script, "--num-wrkers", "0"), "flags").status == NOT_APPLICABLE
+
+
 # ---------------------------------------------------------------- the five workloads, on sixteen cores
 
 
@@ -234,6 +286,22 @@ for epoch in range(3):
             continue
         print(loss.item(), loss.cpu())
 """,
+    "losses that are kept for one batch, or without their graphs": """
+import torch
+for epoch in range(3):
+    for batch in loader:
+        parts = []
+        with torch.autocast("cuda"):
+            for part in batch.cuda(non_blocking=True):
+                loss = model(part)
+                parts.append(loss)
+                seen.append(loss.detach())
+                with torch.no_grad():
+                    total += loss
+        loss = loss + penalty
+        loss.backward()
+        optimizer.step()
+""",
     "a sampler in other hands": """
 import lightning
 from torch.utils.data import DataLoader, DistributedSampler
@@ -262,7 +330,7 @@ Trainer(model, arguments, train_dataset=train_set).train()
 """,
         )
     )
-    assert line_of(checklist, "workers").fix == "dataloader_num_workers=8 to begin with"
+    assert line_of(checklist, "workers").fix == "dataloader_num_workers=8 to begin with, at most 14"
     assert line_of(checklist, "mixed precision").status == OK
     assert line_of(checklist, "pin_memory").status == OK
 
@@ -274,6 +342,19 @@ Trainer(model, arguments, train_dataset=train_set).train()
         ("import lightning\nlightning.Trainer(precision='32-true')", WARN),
         ("from accelerate import Accelerator\nAccelerator(mixed_precision='no')", WARN),
         ("from accelerate import Accelerator\nAccelerator()", NOT_APPLICABLE),
+        ("import lightning\nlightning.Trainer(max_epochs=2)", WARN),
+        ("import lightning\nlightning.Trainer(plugins=[mixed])", NOT_APPLICABLE),
+        ("import lightning\nlightning.Trainer(**options())", NOT_APPLICABLE),
+        ("from transformers import Trainer, TrainingArguments\nTrainer(model, TrainingArguments('out'))", WARN),
+        ("from transformers import TrainingArguments\nTrainingArguments('out', bf16=False)", WARN),
+        ("from transformers import TrainingArguments\nTrainingArguments('out', fp16=True)", OK),
+        ("from transformers import TrainingArguments\nTrainingArguments('out', bf16=pick())", NOT_APPLICABLE),
+        ("from mine import TrainingArguments\nTrainingArguments('out')", NOT_APPLICABLE),
+        (
+            "from transformers import TrainingArguments\nTrainingArguments('out')\n"
+            "AutoModel.from_pretrained(name, torch_dtype='bfloat16')",
+            NOT_APPLICABLE,
+        ),
     ],
 )
 def test_frameworks_are_asked_for_their_precision(tmp_path: Path, text: str, status: str) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from check_cases import SCRIPTS, check_script, line_of, make_budget, make_gpu
 from rich.console import Console
 
-from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Training
-from flatout.check.machine_checks import check_disk, visible_gpus
+from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Training, visible_gpus
+from flatout.check.checks import check_disk
+from flatout.diagnose.gains import spare_cores
 from flatout.model.errors import UsageError
 from flatout.report.terminal import show_checklist
+from flatout.sample import budget
 
 HEALTHY = SCRIPTS / "healthy.py"
 FOUR = tuple(make_gpu(index) for index in range(4))
@@ -35,6 +38,18 @@ def test_ranks_share_the_cores() -> None:
     assert line.reason == "num_workers=8, but this process may use 4 cores (a rank's share of 4): 2 for loading"
     line = line_of(check_script(HEALTHY, budget=make_budget(cores=1, cores_allowed=1.0)), "workers")
     assert line.reason == "num_workers=8, but this process may use 1 core: 1 for loading"
+
+
+@pytest.mark.parametrize("allowed", [1, 2, 4, 16, 192])
+def test_check_run_and_doctor_count_the_same_cores_for_loading(tmp_path: Path, allowed: int) -> None:
+    cpuinfo = tmp_path / "proc/cpuinfo"
+    cpuinfo.parent.mkdir()
+    cpuinfo.write_text("".join(f"processor\t: {number}\n" for number in range(allowed)))
+    measured = budget.measure(tmp_path, {}, affinity=allowed)
+    traced: Any = SimpleNamespace(cores=float(allowed))
+    assert spare_cores(traced) == measured.cores
+    too_many = check_script(HEALTHY, "--num-workers", "1000", budget=measured)
+    assert line_of(too_many, "workers").fix == f"--num-workers {measured.cores}"
 
 
 def test_gpus_that_a_script_does_not_use(tmp_path: Path) -> None:

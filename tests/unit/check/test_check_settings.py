@@ -92,7 +92,7 @@ def test_a_path_tells_settings_of_one_name_apart(tmp_path: Path) -> None:
     assert workers_in(tmp_path, LOADER.format("cfg.workers"), config=config) is None
 
 
-@pytest.mark.parametrize("flags", [("--workers", "4"), ("--workers=4",), ("-j", "4")])
+@pytest.mark.parametrize("flags", [("--workers", "4"), ("--workers=4",), ("-j", "4"), ("--work", "4")])
 def test_flags_override_defaults_and_config(tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert workers_in(tmp_path, ARGPARSE, *flags) == "num_workers=4 on 16 cores"
     assert workers_in(tmp_path, ARGPARSE, *flags, config="workers: 40\n") == "num_workers=4 on 16 cores"

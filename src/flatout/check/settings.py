@@ -7,8 +7,9 @@ A setting is known by its path (`train`, `amp`), and found by it however the scr
 from __future__ import annotations
 
 import ast
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +44,7 @@ class KnownValue:
     def set_to(self, name: str, new: object) -> str:
         """What a person writes to change it, in the syntax of the place where it is set."""
         if self.knob is None:
-            return f"{name}={new}"
+            return f"{name}={new!r}"
         if not self.knob.startswith("-"):
             return f"{self.knob}: {as_typed(new)}"
         return self.knob if new is True else f"{self.knob} {new}"
@@ -64,6 +65,8 @@ class KnownSettings:
             self.leaves += [(leaf, value) for leaf, value in layer if folded(leaf[-1]) not in stronger]
         stores = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
         self._changed = {folded(setting_path(node)[-1]) for node in stores if is_setting(node)}
+        options = [name for names in _declared(script) for name in names]
+        self.misspelt = dict(_misspelt(script, flags, options))  # flags, and what each was to be
 
     def at(self, path: Iterable[str]) -> KnownValue:
         """The setting at the end of a path; unknown where there is none, or several that disagree."""
@@ -111,7 +114,14 @@ def is_setting(node: Node) -> bool:
 def _option_names(call: ast.Call) -> list[str]:
     """The names of an argument, the longest first: argparse stores it under that."""
     names = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    if last_name(argument(call, "action")) == "BooleanOptionalAction":
+        names += [f"--no-{name[2:]}" for name in names if name.startswith("--")]
     return sorted(names, key=len, reverse=True)
+
+
+def _declared(script: Script) -> list[list[str]]:
+    """The names of every argument that the script declares."""
+    return [_option_names(call) for call in script.calls("add_argument")]
 
 
 def _argparse_defaults(script: Script) -> Leaves:
@@ -129,17 +139,37 @@ def _argparse_defaults(script: Script) -> Leaves:
 
 
 def _flags(script: Script, flags: tuple[str, ...]) -> Leaves:
-    """The flags given on the command line, a short one by its long name."""
-    declared = [_option_names(call) for call in script.calls("add_argument")]
-    long = {name: names[0] for names in declared for name in names}
+    """The flags given on the command line, a short or shortened one by its long name."""
+    long = {name: names[0] for names in _declared(script) for name in names}
     found: Leaves = []
     for word, following in pairwise((*flags, "--")):
         name, equals, text = word.partition("=")
         if name.startswith("-"):
             alone = not equals and following.startswith("--")
             what = True if alone else _as_data(text or following)
-            found.append(((long.get(name, name).lstrip("-"),), KnownValue(what, "the command line", name)))
+            meant = _completed(name, long)
+            found.append(((long.get(meant, meant).lstrip("-"),), KnownValue(what, "the command line", name)))
     return found
+
+
+def _completed(name: str, options: Iterable[str]) -> str:
+    """A flag as argparse completes it: to the one option that begins so."""
+    fitting = [option for option in options if name.startswith("--") and option.startswith(name)]
+    return fitting[0] if len(fitting) == 1 else name
+
+
+def _misspelt(script: Script, flags: tuple[str, ...], options: list[str]) -> Iterator[tuple[str, str]]:
+    """Flags that argparse would refuse, each with the option that it resembles.
+
+    One that resembles none may be declared where the script alone does not show it.
+    """
+    if not script.calls("parse_args") or script.calls("parse_known_args"):
+        return
+    for word in flags:
+        name = word.partition("=")[0]
+        close = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
+        if name.startswith("--") and close and not any(option.startswith(name) for option in options):
+            yield name, close[0]
 
 
 def _as_data(text: str) -> Any:
