@@ -300,6 +300,18 @@ def test_a_full_disk_leaves_the_older_plan_and_shows_what_was_found(
     assert out  # the report
 
 
+def test_a_file_that_cannot_be_written_does_not_cost_the_report_on_the_terminal(
+    flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Full
+) -> None:
+    monkeypatch.setattr("flatout.fix.fix_command.fix", lambda *_, **__: FixResult())
+    path = tmp_path / "fix.html"
+    with full_disk():
+        code, out, err = flatout_says("fix", "--out", tmp_path / "plan.yaml", "--html", path, "true")
+    assert code == 2
+    assert err.splitlines()[-1] == f"flatout: cannot write {path}: File too large"
+    assert out.startswith("Nothing to change")
+
+
 def test_a_full_disk_leaves_the_older_results(flatout_says: Run, tmp_path: Path, full_disk: Full) -> None:
     path = tmp_path / "list.json"
     path.write_text("older")

@@ -41,13 +41,18 @@ def write_results(
 
 
 def write_report(report: Report, json_to: str | None, html_to: str | None, terminal: Console | None) -> None:
-    """Write a report to the files asked for, and show it, unless stdout is taken by one of them."""
+    """Write a report to the files asked for, and show it, unless stdout is taken by one of them.
+
+    It is shown where a file cannot be written too: what a fix has found must not be lost with a full disk.
+    """
     from flatout.report.page import page
     from flatout.report.terminal import show
 
-    stdout_free = write_results(json_to, report.to_json, html_to, lambda: page(report))
-    if terminal is not None and (stdout_free or terminal.stderr):
-        show(report, terminal)
+    try:
+        write_results(json_to, report.to_json, html_to, lambda: page(report))
+    finally:
+        if terminal is not None and ("-" not in (json_to, html_to) or terminal.stderr):
+            show(report, terminal)
 
 
 def check_outputs(json_to: str | None, html_to: str | None) -> None:
