@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatout.feed import DataLoader
-    from flatout.inside.attach import attach
+    from flatout.inside.start import attach
 
 __version__ = "0.1.0.dev0"
 
 __all__ = ["DataLoader", "__version__", "attach"]
 
 # What needs torch is imported when it is asked for.
-_LAZY = {"DataLoader": "flatout.feed", "attach": "flatout.inside.attach"}
+_LAZY = {"DataLoader": "flatout.feed", "attach": "flatout.inside.start"}
 _ROOMS = ("augment", "feed")
 
 

@@ -51,7 +51,7 @@ from flatout.engine.train_step import TrainStep, batch_rows, map_samples, out_of
 from flatout.engine.trainer import Trainer, can_share, is_object
 from flatout.feed import to_device
 from flatout.files import PRIVATE, write_whole
-from flatout.inside.attach import attach
+from flatout.inside.start import attach
 from flatout.launch.protocol import new_folder
 from flatout.model.errors import NotSavedError, UsageError
 from flatout.model.formatting import count_of, in_full

@@ -1,5 +1,4 @@
-"""What a call is about: the line it is written on, which device its tensors are on, how many samples its
-batch has."""
+"""What a call is about: the line it is written on, and what is in its batch."""
 
 from __future__ import annotations
 
@@ -44,33 +43,6 @@ def tensors_in(batch: Any) -> list[Any]:
     if isinstance(batch, list | tuple):
         return [tensor for item in batch for tensor in tensors_in(item)]
     return [batch] if isinstance(batch, torch.Tensor) else []
-
-
-def is_on_gpu(tensor: Any) -> bool:
-    """Whether reading this tensor makes the host wait for a GPU."""
-    return bool(tensor.is_cuda)
-
-
-def copies_to_gpu(target: Any, source: Any) -> bool:
-    """Whether `target.copy_(source)` goes from the host to a GPU."""
-    return bool(target.is_cuda) and isinstance(source, torch.Tensor) and not source.is_cuda
-
-
-def names_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `.to(*args, **kwargs)` goes to a GPU."""
-    target = _device_argument(args, kwargs)
-    if isinstance(target, torch.Tensor):
-        return bool(target.is_cuda)
-    return isinstance(target, int) or str(target).startswith("cuda")
-
-
-def names_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `.to(*args, **kwargs)` comes back to the host."""
-    return str(_device_argument(args, kwargs)) == "cpu"
-
-
-def _device_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return kwargs.get("device", args[0] if args else None)
 
 
 def called_from(file: str) -> bool:

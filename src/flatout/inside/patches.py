@@ -17,6 +17,7 @@ import functools
 import sys
 from collections.abc import Callable
 from enum import IntEnum
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, LOGGING, OPTIMIZER, SYNC
@@ -147,7 +148,7 @@ class PatchPoint:
         if isinstance(self._raw, property):
             self.original = self._raw.fget  # type: ignore[assignment]
         self.call = self.original  # what a wrapper calls
-        self._handlers: list[tuple[Stage, Subscriber, Call]] = []
+        self._handlers: list[tuple[Subscriber, Call]] = []
         self._time: Subscriber | None = None
         self._built: Any = None
 
@@ -156,10 +157,10 @@ class PatchPoint:
         """Whether our wrapper is what the attribute is now; somebody may have put theirs on top of it."""
         return self._built is not None and vars(self._owner).get(self._name) is self._built
 
-    def add(self, stage: Stage, subscriber: Subscriber, handler: Call) -> None:
+    def add(self, subscriber: Subscriber, handler: Call) -> None:
         """One more subscriber; of one stage the later is the outer one."""
-        self._handlers.append((stage, subscriber, handler))
-        self._handlers.sort(key=lambda entry: entry[0])
+        self._handlers.append((subscriber, handler))
+        self._handlers.sort(key=lambda entry: entry[0].stage)
         self._compose()
         if self._built is None:
             self._put(_passing(self))
@@ -171,7 +172,7 @@ class PatchPoint:
 
     def remove(self, subscriber: Subscriber) -> None:
         """Without this one; without anybody the original stands there again."""
-        self._handlers = [entry for entry in self._handlers if entry[1] is not subscriber]
+        self._handlers = [entry for entry in self._handlers if entry[0] is not subscriber]
         self._compose()
         timed = self._time is subscriber
         if timed:
@@ -189,7 +190,7 @@ class PatchPoint:
 
     def _compose(self) -> None:
         self.call = self.original
-        for _, _, handler in self._handlers:
+        for _, handler in self._handlers:
             self.call = functools.partial(handler, self.call)
 
     def _put(self, wrapper: Any) -> None:
@@ -215,11 +216,18 @@ def _passing(point: PatchPoint) -> Call:
     return patched
 
 
+def _if_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        action(sys.modules[name])
+
+
 class Patches:
     """The attributes that are replaced now."""
 
     def __init__(self) -> None:
         self._points: dict[str, PatchPoint] = {}
+        # Calls an action once a library has been imported; `start` gives one that also waits for that.
+        self.when_imported = _if_imported
 
     def subscriber(self, stage: Stage, fail: Callable[[Exception], None]) -> Subscriber:
         """Somebody new; `fail` is called once, with what it raised, after it has been switched off."""
@@ -227,8 +235,6 @@ class Patches:
 
     def point(self, where: str) -> PatchPoint | None:
         """The place of one; None where this version of a library has no such attribute."""
-        if where not in _WHERE:
-            raise KeyError(f"{where} is not in the table of patches")
         point = self._points.get(where)
         if point is None or not point.stands:  # somebody has put theirs on top of ours, which lets everything through
             owner, _, name = where.rpartition(".")
@@ -243,20 +249,16 @@ class Subscriber:
     """One who sees or changes calls. What it raises switches it off; the script's own exceptions pass."""
 
     def __init__(self, patches: Patches, stage: Stage, fail: Callable[[Exception], None]) -> None:
-        self._patches = patches
-        self._stage = stage
+        self.patches = patches
+        self.stage = stage
         self._fail = fail
-        self._points: list[PatchPoint] = []
         self._undo: list[Callable[[], None]] = []
         self.off = False
 
     def around(self, where: str, handler: Call) -> None:
         """Have `handler(call, *args, **kwargs)` called instead; it has to keep its own exceptions to
         itself."""
-        point = self._patches.point(where)
-        if point is not None:
-            point.add(self._stage, self, handler)
-            self._points.append(point)
+        self._join(where, lambda point: point.add(self, handler))
 
     def before(self, where: str, told: Call) -> None:
         """Have `told(*args, **kwargs)` called before each call."""
@@ -279,13 +281,27 @@ class Subscriber:
 
     def time(self, where: str, build: Callable[[PatchPoint], Call]) -> None:
         """Have the wrapper made by `build(point)`; it calls `point.call`."""
-        point = self._patches.point(where)
-        if point is not None:
-            point.add_time(self, build)
-            self._points.append(point)
+        self._join(where, lambda point: point.add_time(self, build))
+
+    def _join(self, where: str, add: Callable[[PatchPoint], None]) -> None:
+        """Subscribe to an attribute, once its library has been imported."""
+        if where not in _WHERE:
+            raise KeyError(f"{where} is not in the table of patches")
+
+        def join(_: object = None) -> None:
+            point = None if self.off else self.patches.point(where)
+            if point is not None:
+                add(point)
+                self.on_leaving(lambda: point.remove(self))
+
+        library = _WHERE[where].library
+        if library:
+            self.patches.when_imported(library, join)
+        else:
+            join()
 
     def on_leaving(self, undo: Callable[[], None]) -> None:
-        """What else to do when this one leaves."""
+        """What to do when this one leaves."""
         self._undo.append(undo)
 
     def guarded(self, function: Call, *args: Any, **kwargs: Any) -> Any:
@@ -305,8 +321,6 @@ class Subscriber:
     def leave(self) -> None:
         """See no more calls."""
         self.off = True
-        while self._points:
-            self._points.pop().remove(self)
         while self._undo:
             self._undo.pop()()
 

@@ -29,7 +29,7 @@ from flatout.trace import Span, Step
 from flatout.trace.light_steps import Event, LightSteps
 
 if TYPE_CHECKING:
-    from flatout.inside.clock import CudaClock, LossReader
+    from flatout.inside.timing import CudaClock, LossReader
 
 DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "forward", "loss", "backward"
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"

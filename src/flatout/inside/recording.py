@@ -26,14 +26,12 @@ from flatout.inside import run_facts
 from flatout.inside.attention import AttentionWatch
 from flatout.inside.calls import called_from, raised_at
 from flatout.inside.changes.ledger import Ledger
-from flatout.inside.clock import CudaClock, LossReader
-from flatout.inside.imports import when_imported
 from flatout.inside.loader_workers import Meters
 from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
 from flatout.inside.stacks import StackSampler, in_words
-from flatout.inside.timing import LIBRARIES, Timing
+from flatout.inside.timing import CudaClock, LossReader, Timing
 from flatout.inside.tokens import TokenCounts
 from flatout.launch.protocol import RANK, Options, answer, is_asked
 from flatout.model.errors import FlatoutError, TraceError
@@ -179,8 +177,6 @@ class Recording:
         if self.ceiling is not None:
             self._ceiling_changes = process.patches.subscriber(Stage.CHANGE, self.timing.fail)
             self.ceiling.install(self._ceiling_changes)
-        for library in LIBRARIES:
-            when_imported(library, lambda module: self.timing.after_import(module.__name__))
         atexit.register(self._close_at_exit)
 
     # -- what Timing tells -------------------------------------------------------------------------

@@ -1,31 +1,35 @@
-"""Runs in every Python process of a launched command, before the user's code. Standard library only until
-torch is in.
+"""Runs in every Python process of a launched command, before the user's code. It waits for a few imports;
+nothing else happens in a process that never trains. Standard library only until torch is in.
 
-It waits for a few imports; nothing else happens in a process that never trains.
+    import torch ──────────────► recording.process.begin
+    import argparse, yaml, json ─► Settings: what the script reads, as a plan has changed it
+    flatout.attach() ──────────► the same by hand, in a notebook or a script
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.inside import imports
 from flatout.inside.changes.ledger import Ledger
-from flatout.inside.imports import not_measured, when_imported
 from flatout.launch import signals
-from flatout.launch.protocol import Options
-from flatout.model.errors import UsageError
+from flatout.launch.protocol import Options, new_folder, note_not_measured
+from flatout.model.errors import FlatoutError, UsageError
 from flatout.model.facts import SettingsRead
-from flatout.redact import redact_setting
+from flatout.redact import redact_setting, redact_text
 
 if TYPE_CHECKING:
     from flatout.inside.changes.knobs import Knobs
-    from flatout.model.plan import Plan
+    from flatout.inside.recording import Recording
 
 OLDEST_TORCH = (2, 6)
 
@@ -35,6 +39,74 @@ _MOST_SETTINGS = 400
 _MOST_ITEMS = 50
 _MOST_SOURCES = 20
 _LONGEST_TEXT = 300
+
+
+# -- actions that follow the import of a module --------------------------------------------------------
+
+
+class _AfterImport:
+    """A finder for the head of `sys.meta_path`: calls actions once certain modules have been executed."""
+
+    def __init__(self) -> None:
+        self._actions: dict[str, list[Callable[[ModuleType], None]]] = {}
+        self._finding = False
+
+    def when(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        """Call `action` once `name` has been imported, now if it has been already."""
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            _safely(action, module)
+        else:
+            self._actions.setdefault(name, []).append(action)
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._actions or self._finding:
+            return None
+        self._finding = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding = False
+        if spec is not None and spec.loader is not None:
+            self._act_after(name, spec.loader)
+        return spec
+
+    def _act_after(self, name: str, loader: Any) -> None:
+        """Act once this loader has executed its module: not yet, as transformers only asks whether there is a torch."""
+        execute = loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            for action in self._actions.pop(name, ()):
+                _safely(action, module)
+
+        loader.exec_module = execute_and_act
+
+
+def _safely(action: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        action(module)
+    except Exception as problem:
+        _not_measured(problem)
+
+
+def _not_measured(problem: Exception) -> None:
+    """Say why nothing is recorded of this process; once, if others of the command have the same reason."""
+    reason = str(problem)
+    if not isinstance(problem, FlatoutError):
+        reason = f"{type(problem).__name__}: {problem}"
+    reason = redact_text(reason)
+    options = Options.from_environment(os.environ)
+    if options is None or note_not_measured(options.folder, reason):
+        print(f"flatout: not measuring this process ({reason})", file=sys.stderr)
+
+
+_imports = _AfterImport()
+when_imported = _imports.when
+
+
+# -- the script's settings -----------------------------------------------------------------------------
 
 
 class Settings:
@@ -81,27 +153,84 @@ class Settings:
             self.note("python", path, values)
 
 
+def _cut(value: Any, longest: int = _LONGEST_TEXT) -> Any:
+    """A value, cut to what a report can hold."""
+    if isinstance(value, dict):
+        return {key: _cut(held, longest) for key, held in list(value.items())[:_MOST_SETTINGS]}
+    if isinstance(value, list | tuple):
+        return [_cut(held, longest) for held in value[:_MOST_ITEMS]]
+    return str(value)[:longest] if isinstance(value, str | Path | Enum) else value
+
+
+def watch_settings() -> None:
+    """Record the settings that the script reads, from now on."""
+    if _imports not in sys.meta_path:
+        sys.meta_path.insert(0, _imports)
+        when_imported("argparse", _record_arguments)
+        when_imported("yaml", _record_loads)
+        when_imported("json", _record_loads)
+
+
+def _record_arguments(argparse: Any) -> None:
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        result = parse(parser, *args, **kwargs)
+        if _knobs is not None:
+            with suppress(Exception):
+                _knobs.arguments(parser, result[0])
+        with suppress(Exception):
+            settings.note_arguments(parser, result[0])
+        return result
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args
+
+
+def _record_loads(module: Any) -> None:
+    load, source = module.load, module.__name__
+
+    def load_and_note(*args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
+        # PyYAML calls it `stream`, json calls it `fp`.
+        stream = args[0] if args else kwargs.get("stream", kwargs.get("fp"))
+        file = getattr(stream, "name", None)
+        if _knobs is not None:
+            with suppress(Exception):
+                _knobs.loaded(source, file, result)
+        with suppress(Exception):
+            settings.note(source, file, result)
+        return result
+
+    module.load = load_and_note
+
+
+# -- the beginning of a recording ----------------------------------------------------------------------
+
 settings = Settings()
-ledger = Ledger()
 _knobs: Knobs | None = None
 _started = False
 
 
 def start() -> None:
     """Wait for torch (once a process). `FLATOUT=off` and processes not launched by flatout are left alone."""
-    global _started
+    global _knobs, _started
     try:
         options = Options.from_environment(os.environ)
-        if not _started and options is not None:
-            _started = True
-            signals.write_down(os.environ)
-            _redirect()
-            if options.plan is not None:
-                _turn_knobs(options.plan)
-            watch_settings()
-            when_imported("torch", lambda torch: _torch_is_here(torch, options))
+        if _started or options is None:
+            return
+        _started = True
+        signals.write_down(os.environ)
+        _redirect()
+        changes = options.plan.changes if options.plan is not None else ()
+        ledger = Ledger(changes)
+        if any(change.knob for change in changes):
+            from flatout.inside.changes.knobs import Knobs
+
+            _knobs = Knobs(ledger)
+        watch_settings()
+        when_imported("torch", lambda torch: _torch_is_here(torch, options, ledger))
     except Exception as problem:
-        not_measured(problem)
+        _not_measured(problem)
 
 
 def _redirect() -> None:
@@ -117,41 +246,20 @@ def _redirect() -> None:
     except Exception as problem:  # better no trial than one that writes
         print(f"flatout: the trial cannot be kept from writing ({problem})", file=sys.stderr)
         os._exit(1)
-    watch_settings()
     when_imported("torch", lambda torch: redirect.redirect_torch(torch, sandbox))
     when_imported("safetensors.torch", lambda module: redirect.redirect_safetensors(module, sandbox))
 
 
-def _turn_knobs(plan: Plan) -> None:
-    """Have values changed as they are read."""
-    global ledger, _knobs
-    ledger = Ledger(plan.changes)
-    if any(change.knob for change in plan.changes):
-        from flatout.inside.changes.knobs import Knobs
-
-        _knobs = Knobs(ledger)
-
-
-def watch_settings() -> None:
-    """Record the settings that the script reads."""
-    if imports.watch_imports():
-        when_imported("argparse", _record_arguments)
-        when_imported("yaml", _record_loads)
-        when_imported("json", _record_loads)
-
-
-def _torch_is_here(torch: Any, options: Options) -> None:
-    require_torch(torch)
+def _torch_is_here(torch: Any, options: Options, ledger: Ledger) -> None:
+    _require_torch(torch)
     if options.trial is not None:
         from flatout.inside import compiler
 
         compiler.load_when_used(torch)
-    from flatout.inside.recording import process
-
-    process.begin(options, settings, ledger)
+    _begin(options, ledger)
 
 
-def require_torch(torch: Any) -> None:
+def _require_torch(torch: Any) -> None:
     """Refuse a torch whose insides we do not know."""
     major, minor = (int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
     if (major, minor) < OLDEST_TORCH:
@@ -159,46 +267,54 @@ def require_torch(torch: Any) -> None:
         raise UsageError(f"torch {torch.__version__} is older than {oldest}, the oldest that flatout knows")
 
 
-def _record_arguments(argparse: Any) -> None:
-    parse = argparse.ArgumentParser.parse_known_args
+def _begin(options: Options, ledger: Ledger, *, late: bool = False) -> Recording:
+    """Start recording; `late` where modules may have been made already."""
+    from flatout.inside.recording import process
 
-    def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
-        result = parse(parser, *args, **kwargs)
-        if _knobs is not None:
-            _quietly(_knobs.arguments, parser, result[0])
-        _quietly(settings.note_arguments, parser, result[0])
-        return result
-
-    argparse.ArgumentParser.parse_known_args = parse_known_args
+    process.patches.when_imported = when_imported
+    if late:
+        process.roots.note_living()
+    return process.begin(options, settings, ledger)
 
 
-def _record_loads(module: Any) -> None:
-    load, source = module.load, module.__name__
-
-    def load_and_note(*args: Any, **kwargs: Any) -> Any:
-        result = load(*args, **kwargs)
-        # PyYAML calls it `stream`, json calls it `fp`.
-        stream = args[0] if args else kwargs.get("stream", kwargs.get("fp"))
-        file = getattr(stream, "name", None)
-        if _knobs is not None:
-            _quietly(_knobs.loaded, source, file, result)
-        _quietly(settings.note, source, file, result)
-        return result
-
-    module.load = load_and_note
+# -- by hand -------------------------------------------------------------------------------------------
 
 
-def _quietly(function: Callable[..., None], *args: Any) -> None:
-    try:
-        function(*args)
-    except Exception:
-        pass
+class Attachment:
+    """A recording in progress. It ends with the process, with `close`, or with the `with` block."""
+
+    def __init__(self, folder: Path | None, recording: Recording | None) -> None:
+        self.folder = folder
+        self._recording = recording
+
+    def close(self) -> None:
+        """Close the books: the trace in `folder` is whole (show it with `flatout report`)."""
+        if self._recording is not None:
+            self._recording.close()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _cut(value: Any, longest: int = _LONGEST_TEXT) -> Any:
-    """A value, cut to what a report can hold."""
-    if isinstance(value, dict):
-        return {key: _cut(held, longest) for key, held in list(value.items())[:_MOST_SETTINGS]}
-    if isinstance(value, list | tuple):
-        return [_cut(held, longest) for held in value[:_MOST_ITEMS]]
-    return str(value)[:longest] if isinstance(value, str | Path | Enum) else value
+def attach(trace: str | Path | None = None, *, xray: bool = True) -> Attachment:
+    """Record this process from now on, into `trace` (default: a new folder in flatout-runs).
+
+    Under `flatout run` the recording that is going on is given back; with FLATOUT=off nothing is recorded.
+    """
+    import torch
+
+    launched = Options.from_environment(os.environ)
+    if os.environ.get("FLATOUT") == "off":
+        return Attachment(None, None)
+    if launched is not None:
+        from flatout.inside.recording import process
+
+        return Attachment(launched.folder, process.recording)
+    _require_torch(torch)
+    name = Path(sys.argv[0] or "notebook").stem or "notebook"
+    options = Options(folder=Path(trace or new_folder(name)).absolute(), name=name, xray=xray)
+    watch_settings()
+    return Attachment(options.folder, _begin(options, Ledger(), late=True))

@@ -1,8 +1,10 @@
-"""The wrappers by which a Recorder learns what the training thread does: the TIME stage of the patch layer.
+"""How a Recorder learns what the training thread does (Timing: the TIME stage of the patch layer), and what the
+GPU does meanwhile (CudaClock, LossReader).
 
-In light steps, which are most, they do next to nothing: a batch and the end of a step go on the recorder's
-tape. If anything of ours raises, all of this is taken off, that is said once, and the script's calls go
-through.
+In light steps, which are most, the wrappers do next to nothing: a batch and the end of a step go on the
+recorder's tape. If anything of ours raises, all of this is taken off, that is said once, and the script's
+calls go through. CUDA is touched by the training thread only, never while a graph is captured, and nothing
+waits for it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable
-from itertools import count
+from collections.abc import Callable
+from itertools import count, pairwise
 from threading import Timer, get_ident
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatout.inside import recorder as recorder_module
-from flatout.inside.calls import batch_size, caller, copies_to_gpu, is_on_gpu, names_cpu, names_gpu
+from flatout.inside.calls import batch_size, caller
 from flatout.inside.patches import TABLE, Patches, PatchPoint, Stage
 from flatout.inside.recorder import COPY, DATA, GC, OPTIMIZER, START, SYNC, Recorder
 from flatout.inside.root_modules import RootModules, WeakIdMap
@@ -34,10 +36,9 @@ if TYPE_CHECKING:
 
 _LOADER = "torch.utils.data.dataloader.DataLoader"
 _ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
-_COMPILER = "torch._dynamo.eval_frame"
 _MOMENT_S = 0.05
 _STEPS_TO_FOLLOW = 3  # so many optimizer steps in another thread, and we follow training there
-LIBRARIES = (*sorted({patch.library for patch in TABLE if patch.library}), _COMPILER)
+_LOSSES_IN_FLIGHT = 128
 
 Phase = Callable[..., str | None]
 
@@ -80,9 +81,8 @@ class Timing:
             self._time.time(where, build)
         self._install_optimizer_steps()
         self._install_collections()
-        self._install_phases("")
-        for library in LIBRARIES:
-            self.after_import(library)
+        self._install_phases()
+        self._time.patches.when_imported("torch._dynamo.eval_frame", _skip_our_code)
 
     def remove(self) -> None:
         """Take them off."""
@@ -92,34 +92,24 @@ class Timing:
         """Something of ours went wrong: off with all of it, once."""
         self._time.failed(problem)
 
-    def after_import(self, library: str) -> None:
-        """A library has just been imported: patch what it brings."""
-        module = sys.modules.get(library)
-        if self.off or module is None:
-            return
-        self._install_phases(library)
-        if library == _COMPILER:
-            for code in _our_code():
-                module.skip_code(code)
-
-    def _install_phases(self, library: str) -> None:
+    def _install_phases(self) -> None:
         """Time the calls in the table that are one phase each."""
         special: dict[str, Phase] = {
             "concurrent.futures._base.Future.result": self._phase_of_result,
             "torch.Tensor.cuda": lambda tensor, *_, **__: _when(not tensor.is_cuda, COPY),
             "torch.Tensor.pin_memory": lambda *_, **__: _when(torch.cuda.is_initialized(), COPY),
-            "torch.Tensor.copy_": lambda to, source, *_, **__: _when(copies_to_gpu(to, source), COPY),
+            "torch.Tensor.copy_": lambda to, source, *_, **__: _when(_copies_to_gpu(to, source), COPY),
             # Our own events say what waiting for them is.
             "torch.cuda.streams.Event.synchronize": lambda event: getattr(event, "phase", SYNC),
         }
         for patch in TABLE:
-            if patch.phase and patch.library == library:
-                phase = _always(patch.phase)
-                if patch.owner == "torch.Tensor":
-                    phase = _phase_of_reading
-                for where in patch.attributes:
-                    build = functools.partial(self._build_phase, special.get(where, phase), patch.computes)
-                    self._time.time(where, build)
+            if not patch.phase:
+                continue
+            phase = _always(patch.phase)
+            if patch.owner == "torch.Tensor":
+                phase = _phase_of_reading
+            for where in patch.attributes:
+                self._time.time(where, functools.partial(self._build_phase, special.get(where, phase), patch.computes))
 
     def _hard_exit(self, point: PatchPoint) -> Any:
         owner = os.getpid()
@@ -458,13 +448,27 @@ class Timing:
 
 
 def _phase_of_move(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
+    """What `tensor.to(*args, **kwargs)` is: a way back to the host, or a way to a GPU."""
+    target = kwargs.get("device", args[0] if args else None)
     if tensor.is_cuda:
-        return _when(names_cpu(args, kwargs), SYNC)
-    return _when(torch.cuda.is_initialized() and names_gpu(args, kwargs), COPY)
+        return _when(str(target) == "cpu", SYNC)
+    to_gpu = isinstance(target, int) or str(target).startswith("cuda")
+    if isinstance(target, torch.Tensor):
+        to_gpu = target.is_cuda
+    return _when(to_gpu and torch.cuda.is_initialized(), COPY)
 
 
 def _phase_of_reading(tensor: Any, *_: Any, **__: Any) -> str | None:
     return _when(is_on_gpu(tensor), SYNC)
+
+
+def is_on_gpu(tensor: Any) -> bool:
+    """Whether reading this tensor makes the host wait for a GPU."""
+    return bool(tensor.is_cuda)
+
+
+def _copies_to_gpu(target: Any, source: Any) -> bool:
+    return bool(target.is_cuda) and isinstance(source, torch.Tensor) and not source.is_cuda
 
 
 def _when(true: bool, phase: str) -> str | None:
@@ -501,8 +505,8 @@ def _callers_like(frame: FrameType) -> int:
     return found
 
 
-def _our_code() -> Iterable[CodeType]:
-    """The code of every function that runs in the training thread: the compiler need not look into it."""
+def _skip_our_code(eval_frame: Any) -> None:
+    """The compiler need not look into functions of ours that run in the training thread."""
     things: list[Any] = []
     for name, module in list(sys.modules.items()):
         if name.startswith("flatout.inside."):
@@ -513,4 +517,75 @@ def _our_code() -> Iterable[CodeType]:
     while waiting:
         code = waiting.pop()
         waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield code
+        eval_frame.skip_code(code)
+
+
+# -- the GPU's side ------------------------------------------------------------------------------------
+
+
+class CudaClock:
+    """Drops events from a pool into the stream a step began in, and reads the time between neighbours once
+    they have passed.
+
+    It stays with that stream: a loader that copies ahead of time uses another one, and when the GPU reaches
+    an event there says nothing about its neighbours here.
+    """
+
+    def __init__(self) -> None:
+        self._pool: list[Any] = []
+        self._stream: Any = None
+
+    def mark(self, *, begins: bool) -> Any:
+        """An event, the first of a step or not; None where CUDA is not in use or a graph is being captured."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return None
+        if begins:
+            before, self._stream = self._stream, torch.cuda.current_stream()
+            if before != self._stream:
+                self._pool.clear()  # an event belongs to the GPU it was first recorded on
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def between(self, marks: list[Any]) -> list[float] | None:
+        """Milliseconds between neighbours; None while the GPU has not reached the last one."""
+        if torch.cuda.is_current_stream_capturing() or not marks[-1].query():
+            return None
+        times = [max(0.0, first.elapsed_time(second)) for first, second in pairwise(marks)]
+        if marks[0].device == self._stream.device:
+            self._pool += marks
+        marks.clear()
+        return times
+
+
+class LossReader:
+    """Copies scalar losses to the host without waiting for them."""
+
+    def __init__(self) -> None:
+        self._slots: Any = None
+        self._next = 0
+
+    def take(self, loss: Any) -> Any:
+        """A ticket for the value of `loss`, or None where it is not one number."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return None
+        loss = loss.detach()
+        if not loss.is_cuda:
+            return float(loss)
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if self._slots is None:
+            self._slots = torch.zeros(_LOSSES_IN_FLIGHT, pin_memory=True)
+        slot = self._slots[self._next % _LOSSES_IN_FLIGHT]
+        self._next += 1
+        slot.copy_(loss.reshape(()), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return slot, event
+
+    def read(self, ticket: Any) -> float | None:
+        """The value behind a ticket, if it has arrived."""
+        if isinstance(ticket, float):
+            return ticket
+        slot, event = ticket
+        return float(slot) if event.query() else None

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.inside.calls import tensors_in
-from flatout.inside.clock import Leash
 from flatout.inside.patches import Subscriber
 from flatout.inside.recorder import HELD, Recorder
 from flatout.launch.protocol import MOST_STEPS, Options
@@ -157,6 +156,33 @@ class TrialProgress:
             return True
         later = self._took_s[len(self._took_s) // 2 :]
         return bool(later) and sum(later) / len(later) < self._trial.look_below_s
+
+
+class Leash:
+    """Keeps the host within a few steps of the GPU, so that the pace of its steps is the GPU's.
+
+    A queue takes a thousand launches. Without this a trial of small steps would be over before the GPU has
+    done half of them, and replayed batches would seem to be trained on as fast as they are handed out.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._ends: deque[Any] = deque()
+
+    def step_ended(self) -> Any:
+        """The end of an earlier step that the GPU has to reach before the host goes on, if it has not yet."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return None
+        self._ends.append(torch.cuda.Event(blocking=True))
+        self._ends[-1].record()
+        due = None
+        while len(self._ends) > self.steps:
+            due = self._ends.popleft()
+        return None if due is None or due.query() else due
+
+    def wait(self, end: torch.cuda.Event) -> None:
+        """Wait for it, past the wrapper that would call this a wait of the script's."""
+        super(torch.cuda.Event, end).synchronize()
 
 
 class Ceiling:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.inside import clock, recorder, recording, root_modules, run_facts, timing
+from flatout.inside import recorder, recording, root_modules, run_facts, timing
 from flatout.trace import TraceWriter
 
 
@@ -53,7 +53,7 @@ EVERY_HOOK = [
     *methods(recording.LoaderNotes, "pass_begins", "before_batch", "after_batch", "kinds"),
     *methods(root_modules.RootModules, "find", "_time_module", "_note"),
     *methods(timing.Timing, "_number_of", "_written"),
-    *methods(clock.LossReader, "take", "read"),
+    *methods(timing.LossReader, "take", "read"),
     *methods(TraceWriter, "__init__", "write"),
     pytest.param(timing, "batch_size", id="batch_size"),
     pytest.param(timing, "is_on_gpu", id="is_on_gpu"),

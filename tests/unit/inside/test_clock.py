@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.inside.clock import CudaClock, Leash
+from flatout.inside.timing import CudaClock
+from flatout.inside.trial import Leash
 
 
 class Queue:

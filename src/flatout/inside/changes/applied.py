@@ -17,7 +17,6 @@ from flatout.files import write_whole
 from flatout.inside.changes.computing import Computing
 from flatout.inside.changes.ledger import Ledger, LiveChange
 from flatout.inside.fingerprints import FingerprintLog
-from flatout.inside.imports import when_imported
 from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.root_modules import RootModules
 from flatout.inside.weights import Weights
@@ -129,7 +128,7 @@ def impose_seed(imposed: int, changes: Subscriber) -> None:
     word."""
     torch.manual_seed(imposed)
     random.seed(imposed)
-    when_imported("numpy", functools.partial(_seed_numpy, imposed, changes))
+    changes.patches.when_imported("numpy", functools.partial(_seed_numpy, imposed, changes))
 
 
 def _seed_numpy(imposed: int, changes: Subscriber, numpy: Any) -> None:
