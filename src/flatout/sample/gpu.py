@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter, itemgetter
@@ -169,10 +169,10 @@ class _Gpu:
             self._pulses += self._util_history()
         pulses, self._pulses = tuple(self._pulses), []
         throttle = throttle_words(self._ask("nvmlDeviceGetCurrentClocksThrottleReasons"))
-        known = {"index": self._index, "uuid": self._uuid, "name": self._name}
+        known: dict[str, Any] = {"index": self._index, "uuid": self._uuid, "name": self._name}
         if self._lost:  # meanwhile: half a reading is worth nothing
             return GpuSample(**known)
-        return GpuSample(**known, throttle=throttle, pulses=pulses, **self._figures, **activity)
+        return GpuSample(**known, throttle=throttle, pulses=pulses, **(self._figures | activity))
 
     def close(self) -> None:
         if self._gpm is not None:
@@ -269,8 +269,8 @@ class _Gpm:
         for slot, number in enumerate(_GPM_METRICS):
             self._query.metrics[slot].metricId = number
         self._latest_s: float | None = None
-        self._sums: Counter[str] = Counter()  # since the last read, each value times its seconds
-        self._seconds: Counter[str] = Counter()
+        self._sums = defaultdict[str, float](float)  # since the last read, each value times its seconds
+        self._seconds = defaultdict[str, float](float)
         self._values: dict[str, float] = {}
 
     @classmethod
