@@ -7,9 +7,7 @@ augmentation is the same whichever process computes it, and when it is computed 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
-import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -50,9 +48,10 @@ def capture() -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-        words = torch.from_numpy(keys.astype("int64"))
-        state["numpy"] = [str(name), words, int(position), int(has_gauss), float(gauss)]
+        state["numpy"] = now = numpy.random.get_state(legacy=False)
+        if now["bit_generator"] == "MT19937":  # and not another one that the script has set
+            words = torch.from_numpy(now["state"]["key"].astype("int64"))
+            state["numpy"] = ["MT19937", words, now["state"]["pos"], now["has_gauss"], now["gauss"]]
     return state
 
 
@@ -65,36 +64,32 @@ def restore(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        name, keys, position, has_gauss, gauss = state["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, gauss))
+        before = state["numpy"]
+        if not isinstance(before, dict):
+            name, keys, position, has_gauss, gauss = before
+            before = (name, keys.numpy().astype("uint32"), position, has_gauss, gauss)
+        numpy.random.set_state(before)
 
 
-def snapshot() -> tuple[Any, ...]:
-    """The generators' states in a form that can be compared with `==` and put back."""
-    state = torch.default_generator.get_state()
-    words = ctypes.string_at(state.data_ptr(), len(state))
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return words, random.getstate(), None
-    return words, random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))
-
-
-def put_back(taken: tuple[Any, ...]) -> None:
-    """Go back to a snapshot."""
-    torch.default_generator.set_state(torch.frombuffer(bytearray(taken[0]), dtype=torch.uint8))
-    random.setstate(taken[1])
-    if taken[2] is not None:
-        sys.modules["numpy"].random.set_state(pickle.loads(taken[2]))
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two captured states are the same."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_state(part, other[key]) for key, part in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same_state, one, other))
+    return bool(one == other)
 
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """Leave the generators after the block as they were before it."""
-    before = snapshot()
+    before = capture()
     try:
         yield
     finally:
-        put_back(before)
+        restore(before)
 
 
 def generators_in(dataset: object) -> list[Any]:

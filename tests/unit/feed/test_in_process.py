@@ -93,11 +93,11 @@ def test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(make: Ca
 def test_a_snapshot_has_the_normal_number_that_numpy_keeps() -> None:
     random_state_set()
     np.random.randn()
-    taken = randomness.snapshot()
+    taken = randomness.capture()
     drawn = np.random.randn(3).tolist()
-    assert randomness.snapshot() != taken
-    randomness.put_back(taken)
-    assert randomness.snapshot() == taken
+    assert not randomness.same_state(randomness.capture(), taken)
+    randomness.restore(taken)
+    assert randomness.same_state(randomness.capture(), taken)
     assert np.random.randn(3).tolist() == drawn
 
 
@@ -105,9 +105,9 @@ def test_numpy_may_draw_from_another_generator() -> None:
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(3))
-        taken = randomness.snapshot()
+        taken = randomness.capture()
         drawn = np.random.randn(3).tolist()
-        randomness.put_back(taken)
+        randomness.restore(taken)
         assert np.random.randn(3).tolist() == drawn
     finally:
         np.random.set_bit_generator(before)

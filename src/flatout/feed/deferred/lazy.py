@@ -1,7 +1,7 @@
 """Pillow's images, numpy's arrays and torch's tensors, computed later.
 
 To the code that has one it is an image, an array or a tensor. What cannot be recorded is answered by the real
-one, whose memory is used from then on.
+one, which stands for it from then on.
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from PIL import Image
 from torch import Tensor
 
-from flatout.feed.deferred.batch import DeferredBatch, PlaceholderTensor, materialize
-from flatout.feed.deferred.expression import (
+from flatout.feed.deferred.batch import MOVES, DeferredBatch, PlaceholderTensor, materialize, merge_programs
+from flatout.feed.deferred.recording import (
     DTYPES,
     MAX_CONSTANT,
     NAMES,
     Expression,
-    LazyMemory,
     LazyObject,
-    LazyView,
     as_program,
     combine,
     constant,
-    is_recording,
+    current_recording,
     materializing,
     recording_transforms,
 )
-from flatout.feed.deferred.program import MOVES, merge_programs
 
 _transform, _transpose = Image.Image.transform, Image.Image.transpose
 _array, _asarray, _ascontiguousarray = np.array, np.asarray, np.ascontiguousarray
@@ -82,7 +79,7 @@ class LazyImage(Image.Image):
 
     def compute(self) -> Image.Image:
         """An image like it, in memory of its own."""
-        with recording_transforms(False):
+        with recording_transforms(None):
             image = self.picture.copy()
             for call in self.calls:
                 image = call(image)
@@ -95,7 +92,7 @@ class LazyImage(Image.Image):
 
 def transform(self: Any, size: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for `Image.transform`, which `rotate` calls in the end."""
-    recordable = is_recording() and can_be_lazy(self) and method == Image.Transform.AFFINE
+    recordable = can_be_recorded(self) and method == Image.Transform.AFFINE
     if not recordable or tuple(size) != self.size:
         return _transform(self, size, method, *args, **kwargs)
     given = dict(zip(("data", "resample", "fill", "fillcolor"), args, strict=False)) | kwargs
@@ -122,16 +119,18 @@ def transpose(self: Any, method: Any) -> Any:
         Image.Transpose.FLIP_TOP_BOTTOM: (1.0, 0.0, 0.0, 0.0, -1.0, height),
         Image.Transpose.ROTATE_180: (-1.0, 0.0, width, 0.0, -1.0, height),
     }
-    if not is_recording() or not can_be_lazy(self) or method not in swaps:
+    if not can_be_recorded(self) or method not in swaps:
         return _transpose(self, method)
     before = _as_lazy(self)
     move = max(before.move, "swap", key=MOVES.index)
     return before.then(move, swaps[method], before.colour, lambda picture: _transpose(picture, method))
 
 
-def can_be_lazy(image: Any) -> bool:
-    """Whether it is an image of a mode that programs know."""
-    return isinstance(image, Image.Image) and image.mode in ("L", "RGB") and min(image.size) > 0
+def can_be_recorded(image: Any) -> bool:
+    """Whether it is an image of a mode that programs know, and transforms are recorded now."""
+    if current_recording() is None or not isinstance(image, Image.Image):
+        return False
+    return image.mode in ("L", "RGB") and min(image.size) > 0
 
 
 def _as_lazy(image: Any) -> LazyImage:
@@ -265,7 +264,7 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
         if op and method == "__call__" and not set(kwargs) - {"out"}:
             expression = _combined(op, ufunc, inputs)
             if expression is not None and target is None:
-                return LazyArray(LazyMemory(expression))
+                return LazyArray(expression)
             if type(target) is LazyArray and target.replace_in_place(expression):
                 return target
         return function(*materialize(inputs), **materialize(kwargs))
@@ -288,16 +287,16 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
         if expression is None or args or set(kwargs) - {"copy"} or not wanted.isnative:
             return self.materialize().astype(dtype, *args, **kwargs)
         if wanted == self.dtype:
-            return LazyArray(LazyMemory(expression)) if kwargs.get("copy", True) else self
+            return LazyArray(expression) if kwargs.get("copy", True) else self
         cast = expression.cast(wanted.name, lambda array: array.astype(dtype))
-        return self.materialize().astype(dtype) if cast is None else LazyArray(LazyMemory(cast))
+        return self.materialize().astype(dtype) if cast is None else LazyArray(cast)
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
         """Another array in memory of its own, in C order."""
         expression = self.expression
         if expression is None or args or kwargs:
             return self.materialize().copy(*args, **kwargs)
-        return LazyArray(LazyMemory(expression.then("tensor", lambda array: array.copy(), order="C")))
+        return LazyArray(expression.then("copy", lambda array: array.copy()))
 
     def clip(self, *limits: Any, **kwargs: Any) -> Any:
         """Not below the first limit, then not above the second."""
@@ -312,14 +311,15 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
         if expression is None or args or kwargs:
             return self.materialize().mean(*args, **kwargs)
         dtype = "float32" if expression.dtype == "float32" else "float64"
-        return LazyArray(LazyMemory(expression.then("mean", lambda array: array.mean(), shape=(), dtype=dtype)))
+        return LazyArray(expression.then("mean", lambda array: array.mean(), shape=(), dtype=dtype))
 
     def transpose(self, *axes: Any) -> Any:
         """A view with the axes in another order."""
         order = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
-        if self.expression is None or sorted(order) != list(range(self.ndim)):
+        expression = self.expression
+        if expression is None or sorted(order) != list(range(self.ndim)):
             return self.materialize().transpose(*axes)
-        return LazyArray(*self.reordered(tuple(order), lambda array: array.transpose(order)))
+        return LazyArray(expression.permuted(order, lambda array: array.transpose(order)), self)
 
     # -- answered by the real array ---------------------------------------------------------------
 
@@ -365,10 +365,12 @@ def lazy_reader(original: Callable[..., Any]) -> Callable[..., Any]:
         dtype = args[1] if len(args) == 2 else kwargs.get("dtype")
         converted = dtype is not None and np.dtype(dtype) != lazy.dtype
         result = lazy.astype(dtype) if converted else lazy
-        if original is _ascontiguousarray:
-            return _in_c_order(result)
+        if type(result) is not LazyArray:
+            return original(result)
+        if original is _ascontiguousarray:  # which may be a copy, and may be a view
+            return LazyArray(result._expression.then("copy", _ascontiguousarray), result)
         if kwargs.get("copy", original is _array) and not converted:
-            return LazyArray(LazyMemory(lazy.expression))
+            return LazyArray(lazy.expression)
         return result
 
     return read
@@ -376,20 +378,10 @@ def lazy_reader(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _lazy_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The lazy array that a call such as np.array(image) is about, or None."""
-    if not is_recording() or not 1 <= len(args) <= 2 or set(kwargs) - {"dtype", "copy"}:
+    if current_recording() is None or not 1 <= len(args) <= 2 or set(kwargs) - {"dtype", "copy"}:
         return None
-    thing = LazyArray(LazyMemory(_pixels_of_image(args[0]))) if can_be_lazy(args[0]) else args[0]
+    thing = LazyArray(_pixels_of_image(args[0])) if can_be_recorded(args[0]) else args[0]
     return thing if type(thing) is LazyArray and thing.expression is not None else None
-
-
-def _in_c_order(array: Any) -> Any:
-    """What np.ascontiguousarray makes of it: itself, if its elements lie in order."""
-    expression = array.expression if type(array) is LazyArray and array.shape else None
-    if expression is None or expression.order == "unknown":
-        return _ascontiguousarray(materialize(array))
-    if expression.order == "C":
-        return array
-    return LazyArray(LazyMemory(expression.then("tensor", _ascontiguousarray, order="C")))
 
 
 # --- torch --------------------------------------------------------------------------------------
@@ -415,13 +407,9 @@ class LazyTensor(PlaceholderTensor):
         self.lazy = lazy
 
     @classmethod
-    def of(cls, lazy: LazyObject | Expression) -> Any:
-        """The tensor of a lazy object's memory, or of an expression in memory of its own."""
-        if isinstance(lazy, Expression):
-            lazy = LazyObject(LazyMemory(lazy))
-        expression = lazy.expression
-        assert expression is not None
-        return cls(expression.shape, DTYPES[expression.dtype], lazy)
+    def of(cls, expression: Expression, view_of: LazyObject | None = None) -> Any:
+        """The tensor of an expression, which may look at the memory of another object."""
+        return cls(expression.shape, DTYPES[expression.dtype], LazyObject(expression, view_of))
 
     @property
     def expression(self) -> Expression | None:
@@ -430,12 +418,12 @@ class LazyTensor(PlaceholderTensor):
 
     def materialize(self) -> Tensor:
         """The real tensor; from now on this object stands for it."""
-        real = self.lazy.materialize()
-        return real if isinstance(real, Tensor) else _from_numpy(_asarray(real))
+        real: Tensor = self.lazy.materialize()
+        return real
 
     def materialized(self) -> Tensor | None:
         """The real tensor, if it has been computed."""
-        return self.lazy.materialize() if self.expression is None else None
+        return self.materialize() if self.expression is None else None
 
     @classmethod
     def record(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -445,7 +433,7 @@ class LazyTensor(PlaceholderTensor):
             return NotImplemented
         if name not in _RECORDED:
             return _view_copy_or_cast(name, tensor, args[1:], kwargs)
-        expression = None if kwargs else _combined(*_RECORDED[name], args)
+        expression = None if kwargs else _combined(*_RECORDED[name], materialize_arrays(args))
         if name in _IN_PLACE:
             return tensor if tensor.lazy.replace_in_place(expression) else NotImplemented
         return NotImplemented if expression is None else cls.of(expression)
@@ -467,6 +455,11 @@ class LazyTensor(PlaceholderTensor):
         return DeferredBatch.of(program, stack(pixels), place(_tensor(numbers, dtype=torch.float64)))
 
 
+def materialize_arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call to torch, where arrays and numbers of numpy's have to be real."""
+    return tuple(arg.materialize() if type(arg) is LazyArray else arg for arg in args)
+
+
 def pixels_of(expression: Expression) -> Tensor:
     """The picture an expression starts from, as it was decoded."""
     return _from_numpy(np.require(_asarray(expression.picture), requirements="W"))
@@ -482,33 +475,25 @@ def _view_copy_or_cast(name: str, tensor: LazyTensor, args: tuple[Any, ...], kwa
     if dtype is not None:
         cast = expression.cast(dtype, lambda real: real.to(DTYPES[dtype]))
         return NotImplemented if cast is None else LazyTensor.of(cast)
+    shape = expression.shape
     sizes = tuple(args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args)
     if kwargs:
         return NotImplemented
     if name == "clone":
         return LazyTensor.of(expression)
-    if name == "contiguous" and expression.order != "unknown":
-        if expression.order == "C":
-            return tensor
-        return LazyTensor.of(expression.then("tensor", lambda real: real.contiguous(), order="C"))
-    if name == "detach" or (name in ("view", "reshape") and sizes == expression.shape):
-        return LazyTensor.of(LazyObject(lazy._memory, lazy._path))
-    if name == "permute" and sorted(sizes) == list(range(len(expression.shape))):
-        return LazyTensor.of(LazyObject(*lazy.reordered(sizes, lambda real: real.permute(sizes))))
+    if name == "contiguous":  # which may be a copy, and may be the tensor itself
+        return LazyTensor.of(expression.then("copy", lambda real: real.contiguous()), lazy)
+    if name == "detach" or (name in ("view", "reshape") and sizes == shape):
+        return LazyTensor.of(expression, lazy)
+    if name == "permute" and sorted(sizes) == list(range(len(shape))):
+        return LazyTensor.of(expression.permuted(sizes, lambda real: real.permute(sizes)), lazy)
     if name == "unsqueeze":
-        return _unsqueezed(lazy, args[0] % (len(expression.shape) + 1))
+        axis = args[0] % (len(shape) + 1)
+        expanded = (*shape[:axis], 1, *shape[axis:])
+        return LazyTensor.of(
+            expression.then("expand", lambda real: real.unsqueeze(axis), static=(axis,), shape=expanded), lazy
+        )
     return NotImplemented
-
-
-def _unsqueezed(lazy: LazyObject, axis: int) -> Any:
-    def unsqueeze(real: Any) -> Any:
-        return real.unsqueeze(axis)
-
-    def expand(expression: Expression) -> Expression:
-        shape = (*expression.shape[:axis], 1, *expression.shape[axis:])
-        return expression.then("expand", unsqueeze, static=(axis,), shape=shape)
-
-    return LazyTensor.of(LazyObject(*lazy.seen_through(LazyView(expand, unsqueeze))))
 
 
 def _requested_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -544,12 +529,7 @@ def _can_be_a_tensor(array: LazyArray) -> bool:
 
 def _tensor_of(array: LazyArray) -> Any:
     """The lazy tensor that shares a lazy array's memory."""
-
-    def from_array(real: Any) -> Tensor:
-        return _from_numpy(_asarray(real))
-
-    view = LazyView(lambda expression: expression.then("tensor", from_array), from_array)
-    return LazyTensor.of(LazyObject(*array.seen_through(view)))
+    return LazyTensor.of(array._expression.then("copy", lambda real: _from_numpy(_asarray(real))), array)
 
 
 # --- samples that hold them ---------------------------------------------------------------------

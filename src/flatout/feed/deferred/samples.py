@@ -1,8 +1,9 @@
 """A dataset's samples with their transforms only recorded, and the checks that this changes nothing.
 
 Nobody can foresee what code does with an object that is not quite the array it expects. So a worker makes its first
-samples, and later one now and then, both ways from the same random numbers, and compares; a sample that raises is made
-again without recording. After the first difference nothing is recorded any more in that worker.
+samples, and later one now and then, both ways from the same random numbers, and compares. After the first difference
+nothing is recorded any more in that worker. A sample that raises, or that writes to memory which a lazy object looks
+at too, is made again without recording.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch import Tensor
 
 from flatout.feed import randomness
 from flatout.feed.deferred import lazy
-from flatout.feed.deferred.batch import materialize
-from flatout.feed.deferred.expression import as_program, recording_transforms
+from flatout.feed.deferred.batch import materialize, run_program
 from flatout.feed.deferred.lazy import LazyTensor, collatable, holds_lazy, materialize_sample, pixels_of
-from flatout.feed.deferred.program import run_program
+from flatout.feed.deferred.recording import Recording, as_program, recording_transforms
 
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 512  # samples of a worker that are made both ways
 _GIVE_UP_AFTER = 16  # samples without anything to record
+_MAX_FAILED = 2  # samples, and an eighth of all, that may have to be made again
 _TOLERANCE = 0.02  # of the norm, or of whole numbers: rounding, and pixels at an edge
 
 
@@ -34,7 +35,7 @@ class LazySamples:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._count = self._lazy_count = 0
+        self._count = self._lazy_count = self._failed_count = 0
         self.off = bool(randomness.generators_in(dataset))  # their draws could not be repeated
 
     def __getitem__(self, index: Any) -> Any:
@@ -48,16 +49,19 @@ class LazySamples:
         if self.off:
             sample = make()
             return materialize_sample(sample) if self._lazy_count else sample  # the dataset may have kept lazy ones
-        before = randomness.snapshot()
+        before = randomness.capture()
+        self._count += 1
+        recording = Recording()
         try:
-            with recording_transforms(), _libraries_replaced():
+            with recording_samples(recording):
                 sample = collatable(make())
         except Exception:
-            randomness.put_back(before)
-            sample = materialize_sample(make())  # raises again if it is the script's own error
-            self.off = True
-            return sample
-        self._count += 1
+            recording.failed = True
+        if recording.failed:
+            self._failed_count += 1
+            self.off = self._failed_count > _MAX_FAILED + self._count / 8
+            randomness.restore(before)
+            return materialize_sample(make())  # raises again if it is the script's own error
         self._lazy_count += holds_lazy(sample)
         if not self._lazy_count:
             self.off = self._count >= _GIVE_UP_AFTER
@@ -65,19 +69,20 @@ class LazySamples:
             return self._checked(sample, make, before)
         return sample
 
-    def _checked(self, sample: Any, make: Callable[[], Any], before: tuple[Any, ...]) -> Any:
+    def _checked(self, sample: Any, make: Callable[[], Any], before: dict[str, Any]) -> Any:
         """`sample` if making it without recording gives the same and draws as much; else what that gives."""
-        after = randomness.snapshot()
-        randomness.put_back(before)
+        after = randomness.capture()
+        randomness.restore(before)
         plain = sample
         try:
             plain = make()
-            same = after == randomness.snapshot() and not holds_lazy(plain) and same_sample(sample, plain)
+            drawn_alike = randomness.same_state(after, randomness.capture())
+            same = drawn_alike and not holds_lazy(plain) and same_sample(sample, plain)
             self.off = not same or bool(randomness.generators_in(self._dataset))  # it may have made one since
         except Exception:
             self.off = True
             if plain is sample:  # it cannot be made twice
-                randomness.put_back(after)
+                randomness.restore(after)
         return materialize_sample(plain) if self.off else sample
 
 
@@ -125,13 +130,14 @@ _RECORDING = [(owner, name, replace(getattr(owner, name))) for owner, name, repl
 
 
 @contextlib.contextmanager
-def _libraries_replaced() -> Iterator[None]:
-    """The functions that record, where scripts look them up by name. Outside of samples all is as it was."""
+def recording_samples(recording: Recording) -> Iterator[None]:
+    """Record; with the functions that do, where scripts look them up by name. Outside of samples all is as it was."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in _RECORDING]
     try:
         for owner, name, function in _RECORDING:
             setattr(owner, name, function)
-        yield
+        with recording_transforms(recording):
+            yield
     finally:
         for owner, name, function in before:
             setattr(owner, name, function)

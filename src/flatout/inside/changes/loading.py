@@ -22,8 +22,7 @@ import torch.utils.data.dataloader as torch_loader
 
 from flatout.feed import DataLoader as OurLoader
 from flatout.feed import LoaderOptions, iterator_for, randomness
-from flatout.feed.deferred.batch import call_on_first_use, run_on_device_with
-from flatout.feed.deferred.program import CompiledPrograms
+from flatout.feed.deferred.batch import CompiledPrograms, call_on_first_use, run_on_device_with
 from flatout.feed.fork_server import limit_threads
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import why_not_deferred
