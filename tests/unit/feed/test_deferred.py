@@ -27,8 +27,8 @@ from flatout.feed import LoaderOptions, iterator_for, randomness
 from flatout.feed.deferred import batch as batches
 from flatout.feed.deferred import samples as sampling
 from flatout.feed.deferred.batch import CompiledPrograms, DeferredBatch, TransformStep, call_on_first_use, run_program
+from flatout.feed.deferred.expression import SampleRecording, as_program
 from flatout.feed.deferred.lazy import LazyTensor, collatable, materialize_sample
-from flatout.feed.deferred.recording import Recording, as_program
 from flatout.feed.deferred.samples import LazySamples, recording_samples, same_sample
 
 SIZE = (48, 32)  # width, height
@@ -111,7 +111,7 @@ def twice(make: Callable[[int], Any], index: int) -> tuple[Any, Any]:
     randomness.seed_batch((index, 0), 0, [])
     plain = dataset[index]
     randomness.seed_batch((index, 0), 0, [])
-    with recording_samples(recording := Recording()):
+    with recording_samples(recording := SampleRecording()):
         lazy = collatable(dataset[index])
     return (plain if recording.failed else lazy), plain
 
@@ -353,7 +353,7 @@ def test_random_code_gives_the_same_result_as_without_recording(seeds: range) ->
         lines = some_code(seed)
         plain, lazy = {**CODE}, {**CODE}
         exec("\n".join(lines), plain)
-        with recording_samples(recording := Recording()):
+        with recording_samples(recording := SampleRecording()):
             exec("\n".join(lines), lazy)
         if recording.failed:
             continue
@@ -388,7 +388,7 @@ def test_lazy_values_keep_when_their_image_and_constants_change() -> None:
         return [part.copy() for part in make(index)]
 
     wanted = [keep(index) for index in range(4)]
-    with recording_samples(Recording()):
+    with recording_samples(SampleRecording()):
         lazy = [collatable(make(index)) for index in range(4)]
     for one, plain in zip(lazy, wanted, strict=True):
         assert all(isinstance(part, LazyTensor) for part in one)
@@ -412,7 +412,7 @@ def test_a_kept_lazy_array_works_after_recording_has_ended() -> None:
 
 
 def test_other_threads_record_nothing() -> None:
-    with recording_samples(Recording()), ThreadPoolExecutor(1) as pool:
+    with recording_samples(SampleRecording()), ThreadPoolExecutor(1) as pool:
         assert type(pool.submit(lambda: np.array(picture(1).rotate(5))).result()) is np.ndarray
 
 

@@ -5,7 +5,7 @@
 
 A dataset decodes, draws random numbers, rotates, brightens and normalizes as before. But what it gets back is lazy: a
 rotated picture is a `LazyImage`, its pixels a `LazyArray`, these as a tensor a `LazyTensor` (`lazy`). Each operation on
-them becomes an `Expression` (`recording`). An operation that cannot be recorded computes the real thing at once, with
+them becomes an `Expression` (`expression`). An operation that cannot be recorded computes the real thing at once, with
 the library that was called: only the saving is lost. What is still lazy at the end of a sample travels as bytes, with
 its operations and their numbers (`batch`). `samples` checks: some samples are made both ways and compared.
 

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from flatout.feed.deferred.batch import MOVES, DeferredBatch, PlaceholderTensor, materialize, merge_programs
-from flatout.feed.deferred.recording import (
+from flatout.feed.deferred.expression import (
     DTYPES,
     MAX_CONSTANT,
     NAMES,

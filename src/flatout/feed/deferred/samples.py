@@ -21,8 +21,8 @@ from torch import Tensor
 from flatout.feed import randomness
 from flatout.feed.deferred import lazy
 from flatout.feed.deferred.batch import materialize, run_program
+from flatout.feed.deferred.expression import SampleRecording, as_program, recording_transforms
 from flatout.feed.deferred.lazy import LazyTensor, collatable, holds_lazy, materialize_sample, pixels_of
-from flatout.feed.deferred.recording import Recording, as_program, recording_transforms
 
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 512  # samples of a worker that are made both ways
 _GIVE_UP_AFTER = 16  # samples without anything to record
@@ -51,7 +51,7 @@ class LazySamples:
             return materialize_sample(sample) if self._lazy_count else sample  # the dataset may have kept lazy ones
         before = randomness.capture()
         self._count += 1
-        recording = Recording()
+        recording = SampleRecording()
         try:
             with recording_samples(recording):
                 sample = collatable(make())
@@ -130,7 +130,7 @@ _RECORDING = [(owner, name, replace(getattr(owner, name))) for owner, name, repl
 
 
 @contextlib.contextmanager
-def recording_samples(recording: Recording) -> Iterator[None]:
+def recording_samples(recording: SampleRecording) -> Iterator[None]:
     """Record; with the functions that do, where scripts look them up by name. Outside of samples all is as it was."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in _RECORDING]
     try:

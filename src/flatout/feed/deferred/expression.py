@@ -30,7 +30,7 @@ _MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30  # safe in float32 on a GPU
 # --- when transforms are recorded ---------------------------------------------------------------
 
 
-class Recording:
+class SampleRecording:
     """Of one sample. `failed`: it has to be made again, as one of two views of the same memory was to be real."""
 
     failed = False
@@ -39,13 +39,13 @@ class Recording:
 _state = threading.local()
 
 
-def current_recording() -> Recording | None:
+def current_recording() -> SampleRecording | None:
     """What this thread does to pictures is recorded there; None: it is not."""
     return getattr(_state, "recording", None)
 
 
 @contextlib.contextmanager
-def recording_transforms(recording: Recording | None) -> Iterator[None]:
+def recording_transforms(recording: SampleRecording | None) -> Iterator[None]:
     """Record what this thread does to pictures until the end of the block, or (None) do not."""
     before, _state.recording = current_recording(), recording
     try:
