@@ -17,9 +17,8 @@ from flatout.engine import Trainer
 from flatout.engine.assemble import fastest_batch
 from flatout.engine.checkpoint import newest
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import choose_precision, uncompile
 from flatout.engine.ranks import Ranks
-from flatout.engine.train_step import TrainStep
+from flatout.engine.step import TrainStep, choose_precision, uncompile
 from flatout.feed import DataLoader
 from flatout.model.errors import UsageError
 

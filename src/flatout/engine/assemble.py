@@ -37,17 +37,25 @@ from flatout.engine.config import (
     load,
     without_effect,
 )
-from flatout.engine.datasets import build_dataset, steps_in_all, train_loader, val_loader
-from flatout.engine.model_setup import (
+from flatout.engine.datasets import (
+    batch_rows,
+    build_dataset,
+    map_samples,
+    steps_in_all,
+    train_loader,
+    val_loader,
+)
+from flatout.engine.ranks import Ranks
+from flatout.engine.step import (
     Decision,
+    TrainStep,
     channels_last,
     choose_device,
     choose_precision,
+    out_of_memory,
     prepare_model,
     torch_switches,
 )
-from flatout.engine.ranks import Ranks
-from flatout.engine.train_step import TrainStep, batch_rows, map_samples, out_of_memory
 from flatout.engine.trainer import Trainer, can_share, is_object
 from flatout.feed import to_device
 from flatout.files import PRIVATE, write_whole

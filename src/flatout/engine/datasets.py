@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from torch.utils.data import DataLoader as PyTorchLoader
 
@@ -23,6 +25,8 @@ from flatout.engine.ranks import Ranks
 from flatout.feed import DataLoader, feed_of, to_device
 from flatout.model.errors import UsageError
 from flatout.model.formatting import count_of
+
+Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
 
 
 def build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
@@ -233,3 +237,62 @@ class Batches:
 def _draw_as_for_a_new_pass() -> None:
     """PyTorch's loader draws a seed for each pass: dropout has to be the same with one pass over all epochs."""
     torch.empty((), dtype=torch.int64).random_()
+
+
+# ------------------------------------------------------------ batches of any form
+
+
+def batch_rows(batch: Any) -> int:
+    """How many samples a batch has: the length of the first tensor in it."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    for value in values if isinstance(values, Iterable) else ():
+        if isinstance(value, Tensor) and value.dim():
+            return len(value)
+        if isinstance(value, Mapping | list | tuple):
+            return batch_rows(value)
+    raise UsageError(f"there is no tensor in a batch, and no telling how many samples it has (got {batch!r:.60})")
+
+
+def shapes_in(batch: Any) -> Shapes:
+    """The shape of every tensor in a batch."""
+    if isinstance(batch, Tensor):
+        return (batch.shape,)
+    if not _is_group(batch):
+        return ()
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return tuple(shape for value in values for shape in shapes_in(value))
+
+
+def pieces(batch: Any, count: int) -> list[Any]:
+    """A batch cut into `count` of the same structure (fewer where it has fewer samples), as equal as can be."""
+    if count == 1:
+        return [batch]
+    rows = batch_rows(batch)
+    count = min(count, rows)
+    bounds = itertools.pairwise(rows * place // count for place in range(count + 1))
+    return [map_samples(batch, itemgetter(slice(start, end))) for start, end in bounds]
+
+
+def map_samples(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with `change` done to each of its tensors, and to each list that has one name a sample."""
+    rows = batch_rows(batch)
+
+    def within(thing: Any) -> Any:
+        if isinstance(thing, Tensor):
+            return change(thing) if thing.dim() and len(thing) == rows else thing
+        if isinstance(thing, Mapping):
+            return {key: within(value) for key, value in thing.items()}
+        if not isinstance(thing, list | tuple):
+            return thing
+        if len(thing) == rows and not any(isinstance(value, Tensor) or _is_group(value) for value in thing):
+            return change(thing)
+        parts = [within(value) for value in thing]
+        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
+
+    return within(batch)
+
+
+def _is_group(thing: Any) -> bool:
+    return isinstance(thing, Mapping | list | tuple)

@@ -31,18 +31,18 @@ from flatout.model.formatting import in_full
 from flatout.redact import redact_setting, redact_text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LossSummary:
     """The losses of some steps; NaN and infinity are counted, not summed."""
 
     then: dict[str, Any]  # what the caller noted when reading began
     last_step: int
-    total: float
-    count: int
-    bad: int
-    first_bad: float  # a step, or infinity
     samples: int
     seconds: float
+    total: float = 0.0
+    count: int = 0
+    bad: int = 0
+    first_bad: float = math.inf  # a step
 
 
 class LossLog:
@@ -52,7 +52,7 @@ class LossLog:
         self._kept: list[Tensor] = []
         self._last = self._samples = 0
         self._since: float | None = None
-        self._begun: tuple[Tensor, torch.cuda.Event | None, dict[str, Any], int, int, float] | None = None
+        self._begun: tuple[LossSummary, Tensor, torch.cuda.Event | None] | None = None
 
     def add(self, step: int, loss: Tensor, rows: int) -> bool:
         """One more; whether it is the first, which is no part of the speed: workers and the compiler start in it."""
@@ -75,22 +75,23 @@ class LossLog:
             values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
             event.record()
         now = time.monotonic()
-        self._begun = values, event, then, self._last, self._samples, max(now - self._since, 1e-9)
+        self._begun = LossSummary(then, self._last, self._samples, max(now - self._since, 1e-9)), values, event
         self._kept, self._samples, self._since = [], 0, now
 
     def read(self) -> LossSummary | None:
         """The losses whose reading began."""
         if self._begun is None:
             return None
-        values, event, then, last, samples, seconds = self._begun
+        summary, values, event = self._begun
         self._begun = None
         if event is not None:
             event.synchronize()
-        numbers = values.tolist()
-        good = [number for number in numbers if math.isfinite(number)]
-        bad = [step for step, number in enumerate(numbers, last + 1 - len(numbers)) if not math.isfinite(number)]
-        first_bad = min(bad, default=math.inf)
-        return LossSummary(then, last, math.fsum(good), len(good), len(bad), first_bad, samples, seconds)
+        for step, loss in enumerate(values.tolist(), summary.last_step + 1 - len(values)):
+            if math.isfinite(loss):
+                summary.total, summary.count = summary.total + loss, summary.count + 1
+            else:
+                summary.first_bad, summary.bad = min(summary.first_bad, step), summary.bad + 1
+        return summary
 
 
 Row = Mapping[str, float | int | None]

@@ -26,19 +26,19 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import TrainerConfig, nearest, validate
-from flatout.engine.datasets import Batches, end_workers, steps_in_all, steps_per_epoch
-from flatout.engine.model_setup import (
+from flatout.engine.datasets import Batches, batch_rows, end_workers, steps_in_all, steps_per_epoch
+from flatout.engine.progress import LossLog, Reporter
+from flatout.engine.ranks import Interrupts, Ranks, lost_contact
+from flatout.engine.step import (
     CAPTURING,
     Decision,
+    TrainStep,
     channels_last,
     choose_device,
     choose_precision,
     prepare_model,
     torch_switches,
 )
-from flatout.engine.progress import LossLog, Reporter
-from flatout.engine.ranks import Interrupts, Ranks, lost_contact
-from flatout.engine.train_step import TrainStep, batch_rows
 from flatout.feed import to_device
 from flatout.model.errors import FlatoutError, UsageError
 
@@ -76,16 +76,8 @@ class Trainer:
         ranks: Ranks | None = None,
         val_shared: bool = False,
     ) -> None:
-        if not isinstance(config, TrainerConfig):
-            config = validate(TrainerConfig, dict(config or {}), "config")
-        self.config, train = config, config.train
-        if type(config) is TrainerConfig:  # the parts are the caller's own
-            for name in {"batch_size", "memory_share", "lr_rule", "lr_batch", "seed"} & train.model_fields_set:
-                raise UsageError(f"train.{name} has no effect here: you made loaders and optimizer yourself")
-        best, known = str(config.checkpoint.best), ["None", "loss", *(metrics or ())]
-        if best.split(".")[0] not in known:
-            hint = nearest(best, known)
-            raise UsageError(f"checkpoint.best must be one of {', '.join(known[1:])} (got {best!r:.60}){hint}")
+        self.config = _checked(config, metrics or {})
+        config, train = self.config, self.config.train
         asked = train.device if device is None else str(device)
         self.ranks = ranks or Ranks("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
         self.device = choose_device(asked, self.ranks.local_rank)
@@ -114,7 +106,6 @@ class Trainer:
         self.results: dict[str, float] = {}
         self.best: float | None = None
         self.stopped_by: str | None = None
-        # What there is to say of a last checkpoint that could not be written.
         self.unsaved = ""
         self.skipped = 0  # steps whose loss was not a number
         self._losses = LossLog()
@@ -418,6 +409,20 @@ class Trainer:
         return DistributedDataParallel(model, device_ids=devices)
 
 
+def _checked(config: TrainerConfig | Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> TrainerConfig:
+    """The settings, if each of them can have an effect."""
+    if not isinstance(config, TrainerConfig):
+        config = validate(TrainerConfig, dict(config or {}), "config")
+    if type(config) is TrainerConfig:  # the parts are the caller's own
+        for name in {"batch_size", "memory_share", "lr_rule", "lr_batch", "seed"} & config.train.model_fields_set:
+            raise UsageError(f"train.{name} has no effect here: you made loaders and optimizer yourself")
+    best, known = str(config.checkpoint.best), ["None", "loss", *metrics]
+    if best.split(".")[0] not in known:
+        hint = nearest(best, known)
+        raise UsageError(f"checkpoint.best must be one of {', '.join(known[1:])} (got {best!r:.60}){hint}")
+    return config
+
+
 # ------------------------------------------------------------ validation
 
 
@@ -433,41 +438,39 @@ def evaluate(
     device = step.precision.device
     functions = {name: metric for name, metric in metrics.items() if not is_object(metric)}
     objects = {name: metric for name, metric in metrics.items() if is_object(metric)}
-    sums = torch.zeros(1 + len(functions), dtype=torch.float64, device=device)
-    rows = 0
     for metric in objects.values():
         if hasattr(metric, "to"):
             metric.to(device)
         metric.reset()
-    was_training = model.training
+    sums = dict.fromkeys(("loss", *functions), torch.zeros((), dtype=torch.float64, device=device))
+    seen, was_training = 0, model.training
     model.eval()
     try:
         # Compiling once more, for a short pass, does not pay.
         with torch.compiler.set_stance("force_eager"):
             for batch in batches:
-                count = batch_rows(batch)
+                rows = batch_rows(batch)
                 loss, output, target = step.forward(batch, model)
                 output = _as_fp32(output)
-                rows += count
-                sums[0] += loss.detach() * count
-                for place, (name, function) in enumerate(functions.items(), 1):
-                    value = _as_tensor(name, function(output, target), device)
-                    sums[place] += value.sum() if value.dim() else value * count
+                values = {"loss": loss.detach()}
+                values |= {name: _as_tensor(name, one(output, target), device) for name, one in functions.items()}
+                for name, value in values.items():
+                    sums[name] = sums[name] + (value.sum() if value.dim() else value * rows)
                 for metric in objects.values():
                     metric.update(output, target)
+                seen += rows
     finally:
         model.train(was_training)
-    totals = [*sums.tolist(), float(rows)]
+    totals = [*torch.stack(list(sums.values())).tolist(), float(seen)]
     if shared:
         totals = ranks.total(totals)
-    *totals, seen = totals
-    results = {name: value / max(1.0, seen) for name, value in zip(("loss", *functions), totals, strict=True)}
+    results = {name: total / max(1.0, totals[-1]) for name, total in zip(sums, totals[:-1], strict=True)}
     for name, metric in objects.items():
         value = metric.compute()
-        if isinstance(value, Mapping):
-            results |= {f"{name}.{key}": float(inner) for key, inner in value.items()}
-        else:
-            results[name] = float(value)
+        parts = (
+            {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else {name: value}
+        )
+        results |= {key: float(inner) for key, inner in parts.items()}
     return results
 
 

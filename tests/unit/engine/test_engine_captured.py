@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import choose_precision
-from flatout.engine.train_step import TrainStep
+from flatout.engine.step import TrainStep, choose_precision
 
 BATCH = [torch.arange(12.0).reshape(6, 2) / 12, torch.ones(6, 1)]
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import choose_precision
-from flatout.engine.train_step import ODD_ANYWAY, TrainStep
+from flatout.engine.step import ODD_ANYWAY, TrainStep, choose_precision
 
 BATCH = [torch.ones(4, 2), torch.zeros(4, 1)]
 

@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.engine import ranks
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import choose_precision
 from flatout.engine.ranks import Interrupts
-from flatout.engine.train_step import TrainStep
+from flatout.engine.step import TrainStep, choose_precision
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 

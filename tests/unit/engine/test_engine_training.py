@@ -33,8 +33,8 @@ from flatout.engine import Trainer, checkpoint
 from flatout.engine import assemble as assembling
 from flatout.engine.assemble import main
 from flatout.engine.config import LogConfig, load
-from flatout.engine.model_setup import _compile
 from flatout.engine.progress import Reporter
+from flatout.engine.step import _compile
 from flatout.feed import DataLoader
 from flatout.feed.epoch import Epoch
 from flatout.feed.scheduler import BatchScheduler
