@@ -186,7 +186,7 @@ def shown_large(kind: str, megabytes: int) -> dict[str, Any]:
             [sys.executable, "-c", script, folder], capture_output=True, text=True, check=False, cwd=ROOT / "src"
         )
     said = " ".join(done.stdout.split())
-    note = said.partition("note ")[2].partition(" trace ")[0]
+    note = said.partition("Notes: ")[2].partition(" Trace: ")[0]
     return {"code": done.returncode, "peak_rss_bytes": int(said.rpartition(" ")[2]), "note": note}
 
 
