@@ -4,14 +4,14 @@
                    ▲             │ killed, hung, too few, too many                   │
                    └─ made again ┘                                     to_device ────┴─► your loop, on the GPU
 
-The one exception are batches made in the training process (`InProcess`), where workers are of no use.
+The one exception are batches made in the training process, where workers are of no use.
 
-`loader` is the public face, and says when PyTorch's own iterator has to do; `iterator` stands where
-PyTorch's would; `scheduler` hands out the batches of an `epoch`. `worker_pool`, `fork_server` and `channel`
-are the processes and how they talk; `worker` and `seeded_dataset` are what they do. `packing` and `slots`
-are how a batch travels. `controller` says how many workers; `faults` sees to deaths; `randomness` makes a
-batch's random numbers its own; `dataset_check` sees a loop that writes to its dataset; `device` takes
-batches to the GPU; `deferred` leaves transforms to it.
+`loader` is the public face, and says when PyTorch's own iterator has to do; `iterator` stands where PyTorch's
+would; `scheduler` hands out the batches of a pass. `worker_pool` knows the workers and sees to their deaths;
+`fork_server` starts them, `channel` is how they are talked to, `worker` what they do. `packing` and `slots` are
+how a batch travels. `controller` says how many workers; `randomness` makes a batch's random numbers its own;
+`dataset_check` sees a loop that writes to its dataset; `device` takes batches to the GPU; `deferred` leaves
+transforms to it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatout.feed.device import to_device
-    from flatout.feed.faults import BadSample, BadSampleError
     from flatout.feed.loader import DataLoader, LoaderOptions, feed_of, iterator_for
+    from flatout.feed.worker_pool import BadSample, BadSampleError
 
 __all__ = ["BadSample", "BadSampleError", "DataLoader", "LoaderOptions", "feed_of", "iterator_for", "to_device"]
 
-_HOMES = {"to_device": "device", "BadSample": "faults", "BadSampleError": "faults"}
+_HOMES = {"to_device": "device", "BadSample": "worker_pool", "BadSampleError": "worker_pool"}
 
 
 def __getattr__(name: str) -> Any:

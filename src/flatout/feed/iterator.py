@@ -8,9 +8,11 @@ indices no earlier than PyTorch would wherever that could be noticed, and leaves
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +25,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.feed import randomness
 from flatout.feed.dataset_check import DatasetCheck
-from flatout.feed.epoch import Batch, Epoch
-from flatout.feed.faults import BadSample, BadSampleError, at_the_file_limit, name_of
-from flatout.feed.scheduler import BatchScheduler
+from flatout.feed.scheduler import BatchScheduler, Epoch
 from flatout.feed.slots import Slots
+from flatout.feed.worker_pool import BadSample, BadSampleError, Batch, name_of
 from flatout.model.frameworks import PURE_SAMPLERS, WRAPPING_SAMPLERS
 
 NOT_YET = object()
@@ -116,7 +117,7 @@ class FeedIterator(_BaseDataLoaderIter):
             in_order=getattr(loader, "in_order", True),
             next_number=skip,
         )
-        with at_the_file_limit():
+        with _at_the_file_limit():
             self._scheduler.begin(self._epoch)
 
     # --- the next batch --------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class FeedIterator(_BaseDataLoaderIter):
     def _next(self) -> Any:
         position = self.position
         while not position.finished:
-            with at_the_file_limit():
+            with _at_the_file_limit():
                 batch = self._scheduler.next(self._timeout)
             if batch is None:
                 position.finished = True
@@ -215,6 +216,21 @@ class FeedIterator(_BaseDataLoaderIter):
         scheduler = getattr(self, "_scheduler", None)
         if scheduler is not None and hasattr(self, "_epoch") and os.getpid() == scheduler.pid and not scheduler.closed:
             scheduler.leave(self._epoch)
+
+
+@contextlib.contextmanager
+def _at_the_file_limit() -> Iterator[None]:
+    """Say what to do where this process may open no more files."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno != errno.EMFILE:
+            raise
+        raise RuntimeError(
+            "Too many open files. Each batch that is kept holds up to two: raise the limit with `ulimit -n`, or keep "
+            "copies (`.clone()`). `torch.multiprocessing.set_sharing_strategy('file_system')` helps with PyTorch's own "
+            "loader only"
+        ) from None
 
 
 def _rank() -> int:

@@ -1,32 +1,61 @@
 """One loader's batches: hands tasks to workers, takes in results, redoes what died, and keeps the order.
 
 It is driven by the training loop alone: there is no thread. Whenever a batch is handed over, workers are
-given enough tasks to go on with while the training process is away.
+given enough tasks to go on with while the training process is away. Where workers are of no use, batches are
+made in this process, each when the loop asks for it.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from flatout.feed import packing
+from torch._utils import ExceptionWrapper
+
+from flatout.feed import packing, randomness
 from flatout.feed.channel import Cancel, Done, Failed, Recipe, Task
 from flatout.feed.controller import Tuning
-from flatout.feed.epoch import Batch, Epoch
-from flatout.feed.faults import FaultCounts, Faults
-from flatout.feed.seeded_dataset import InProcess
+from flatout.feed.randomness import Key
 from flatout.feed.slots import Slots
-from flatout.feed.worker_pool import Assignment, WorkerHandle, WorkerPool
+from flatout.feed.worker import SeededDataset
+from flatout.feed.worker_pool import Assignment, Batch, FaultCounts, Faults, WorkerHandle, WorkerPool
 from flatout.sample.budget import Budget
 
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 MIN_UNDER_WAY, RESERVE = 3, 8  # batches under way: at least, and where there is room for so many
 RESERVE_BYTES = 1 << 30
 SPARE_SLOTS = 4
+_one_thread = threading.RLock()  # random generators belong to the whole process
+
+
+@dataclass(slots=True, kw_only=True)
+class Epoch:
+    """One pass. The sampler is asked no earlier than PyTorch would ask it, where that could be noticed."""
+
+    key: Key
+    indices: Iterator[Any]  # of one batch after the other
+    ahead: int  # how many batches PyTorch would ask for before they are needed
+    free_until: int = 0  # batches before this one may be asked for at any time: nobody can tell
+    in_order: bool = True
+    next_number: int = 0
+
+    def limit(self, depth: int) -> int:
+        """How many batches may be under way, where `depth` would be good to have."""
+        return depth if self.next_number < self.free_until else self.ahead
+
+    def next(self) -> Batch | None:
+        """Ask the sampler for the next batch; None at the end."""
+        for indices in self.indices:
+            self.next_number += 1
+            return Batch(self.next_number - 1, indices)
+        return None
 
 
 class BatchScheduler:
@@ -57,7 +86,7 @@ class BatchScheduler:
         self._persistent = persistent
         self._tuning = Tuning(workers, budget, fixed=fixed, may_do_without=may_do_without)
         self._faults = Faults(self.pool, self.account, hang_timeout)
-        self._in_process: InProcess | None = None
+        self._in_process: SeededDataset | None = None
         self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()  # under way, in order
         self._waiting: deque[Batch] = deque()  # of these, those that no worker has
@@ -200,15 +229,23 @@ class BatchScheduler:
         return batch.problem is None
 
     def _make_in_process(self) -> bool:
-        """Make the next batch here, if no worker is to make it."""
+        """Make the next batch here, if no worker is to make it: with the random numbers that it would have there."""
         if self.uses_workers or self._epoch is None:
             return False
         batch = next(batch for batch in self._table if not batch.finished)
         if batch.given:  # to a worker that is about to leave
             return False
         if self._in_process is None:
-            self._in_process = InProcess(self.recipe, as_script=self.left_workers)
-        self._in_process.make(batch, self._epoch.key)
+            no_board = memoryview(bytearray(16)).cast("q")
+            self._in_process = SeededDataset(self.recipe, no_board, self.recipe.collate_fn)
+        try:
+            with _one_thread, randomness.untouched():
+                batch.data = self._in_process.load(self._epoch.key, batch.number, batch.indices, batch.leave_out)
+        except Exception as error:
+            worker = batch.number % self.recipe.declared  # the one that PyTorch would have asked
+            where = f"in DataLoader worker process {worker}"
+            batch.problem = error if self.left_workers else ExceptionWrapper(where=where)
+        batch.bad, batch.finished = self._in_process.bad, True
         return True
 
     def leave_workers(self, handed_out: Batch | None = None) -> None:

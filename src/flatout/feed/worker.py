@@ -12,19 +12,22 @@ import os
 import pickle
 import time
 from collections import deque
+from collections.abc import Callable
 from socket import socket
 from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import default_collate
+from torch.utils.data import _DatasetKind, default_collate
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from flatout.feed import channel, packing
+from flatout.feed import channel, packing, randomness
 from flatout.feed.channel import Cancel, Done, DropSlot, Failed, NewSlot, Recipe, Skipped, Task, decode, encode
 from flatout.feed.dataset_check import CacheGrowth
-from flatout.feed.seeded_dataset import NO_ROW, SeededDataset, renumber, worker_info
+
+_NO_ROW = -1
+_LEFT_OUT = object()  # in place of a sample that is bad
 
 
 def main(recipe: Recipe, connection: socket) -> None:
@@ -52,7 +55,9 @@ class _Worker:
             self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._cache_growth = CacheGrowth(recipe.dataset)
         # First: what measures a fetcher asks, when that is created, whether this is a worker.
-        self._info = torch_worker._worker_info = worker_info(recipe)
+        info = torch_worker.WorkerInfo(id=0, num_workers=recipe.declared, seed=0, dataset=recipe.dataset)
+        self._info: Any = info
+        torch_worker._worker_info = info
         self._dataset = SeededDataset(recipe, self._board, self._collate)
         if recipe.defer:
             self._dataset.defer_transforms()
@@ -72,7 +77,7 @@ class _Worker:
             self._cancelled.discard(task.ticket)
             channel.send(self._channel, encode(Skipped(task.ticket)))
             return
-        self._board[0], self._board[1] = task.ticket, NO_ROW
+        self._board[0], self._board[1] = task.ticket, _NO_ROW
         self._answer(task)
         self._board[0] = 0
 
@@ -111,7 +116,9 @@ class _Worker:
         # No slot: the first batches come before it is known how large a slot has to be.
         memory = self._slots.get(task.slot) if task.slot is not None else None
         self._arena = arena = packing.Arena(memory)
-        renumber(self._info, task.batch % self._recipe.declared, task.key[0])  # as the worker PyTorch would have asked
+        number = task.batch % self._recipe.declared  # of the worker that PyTorch would have asked
+        object.__setattr__(self._info, "id", number)
+        object.__setattr__(self._info, "seed", task.key[0] + number)
         batch = self._dataset.load(task.key, task.batch, task.indices, task.leave_out)
         packed = packing.pack(batch, arena)
         if packed.file is not None:
@@ -152,3 +159,71 @@ def _picklable(error: ExceptionWrapper) -> ExceptionWrapper:
     except Exception:  # an exception class that cannot leave this process: its text can
         error.exc_type = RuntimeError
     return error
+
+
+class SeededDataset:
+    """The rows of a map-style dataset as torch's fetcher sees them, in a worker or in the training process.
+
+    It stands between the two, so that all the rest of fetching is PyTorch's (and what measures it there still does):
+    it seeds the random generators before each batch, notes on the board which row is being loaded, and leaves bad
+    ones out.
+    """
+
+    def __init__(self, recipe: Recipe, board: memoryview, collate: Callable[[Any], Any]) -> None:
+        self._dataset = self.__wrapped__ = recipe.dataset  # the latter is for measuring: the user knows this one
+        self._samples: Any = self._dataset
+        self._recipe = recipe
+        self._board = board
+        self._user_collate = collate
+        self._fetcher: Any = _DatasetKind.create_fetcher(
+            _DatasetKind.Map, self, recipe.auto_collation, self._collate, recipe.drop_last
+        )
+        self._generators = randomness.generators_in(recipe.dataset)
+        self._row = 0
+        self._leave_out: frozenset[int] = frozenset()
+        self.bad: list[tuple[int, str]] = []
+
+    def defer_transforms(self) -> None:
+        """Leave to the GPU what samples do to their pictures."""
+        from flatout.feed.deferred.samples import LazySamples  # which needs Pillow
+
+        self._samples = LazySamples(self._dataset)
+
+    def load(self, key: randomness.Key, batch: int, indices: Any, leave_out: frozenset[int] = frozenset()) -> Any:
+        """A batch, collated."""
+        self._leave_out = leave_out
+        self._row = 0
+        self.bad = []
+        randomness.seed_batch(key, batch, self._generators)
+        return self._fetcher.fetch(indices)
+
+    def _collate(self, samples: Any) -> Any:
+        self._board[1] = _NO_ROW
+        if self._recipe.skip_bad and self._recipe.auto_collation:
+            samples = [sample for sample in samples if sample is not _LEFT_OUT]
+            if not samples:
+                return None
+        return self._user_collate(samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self._row
+        self._row = row + 1
+        self._board[1] = row
+        if self._recipe.skip_bad:
+            return self._unless_bad(row, index)
+        return self._samples[index]
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._dataset, name)
+        if name == "__getitems__" and self._samples is not self._dataset:
+            return self._samples.get_many
+        return attribute
+
+    def _unless_bad(self, row: int, index: Any) -> Any:
+        if row in self._leave_out:
+            return _LEFT_OUT
+        try:
+            return self._samples[index]
+        except Exception as error:
+            self.bad.append((row, f"{type(error).__name__}: {error}"))
+            return _LEFT_OUT

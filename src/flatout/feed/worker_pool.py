@@ -1,5 +1,5 @@
-"""The workers as the training process sees them: which there are, what each has to do, and which has just
-died.
+"""The workers as the training process sees them: which there are, what each has to do, which has just died, and which
+sample is to blame for it.
 
 A worker's death is the end of its channel, whatever the cause. Its board then says which task and which row
 it was at.
@@ -14,19 +14,65 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from socket import socket
 from typing import Any
 
-from flatout.feed import channel
-from flatout.feed.channel import DropSlot, Message, NewSlot, Recipe, StartWorker, decode, encode
-from flatout.feed.epoch import Batch
+from flatout.feed import channel, packing
+from flatout.feed.channel import DropSlot, Message, NewSlot, Recipe, Span, StartWorker, decode, encode
 from flatout.feed.fork_server import Starter, starter_for
 from flatout.feed.slots import Slot
+from flatout.model.errors import FlatoutError
 
 _PATIENCE_S = 5.0  # for a worker to end, before it is killed
 _BOARD_BYTES = 24
+_DEATHS_TO_BLAME = 4  # workers that have to die over a sample before it is blamed
+_DEATHS_OF_A_BATCH = 16  # ... between samples: a worker that has just started spends most of its time there
+_MOST_IN_VAIN = 50  # workers in a row that die before their first answer
+_PATH_ATTRIBUTES = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One batch on its way, and what has become of it. `problem` is to be raised in its place."""
+
+    number: int
+    indices: Any
+    leave_out: frozenset[int] = frozenset()  # rows known to be bad
+    finished: bool = False
+    dropped: bool = False  # nobody wants it any more
+    given: int = 0  # to how many workers it is given right now
+    deaths: dict[int, int] = field(default_factory=dict)  # row: workers that died over it
+    bad: Sequence[tuple[int, str]] = ()
+    data: Any = None  # of a batch made in this process
+    packed: tuple[bytes, Sequence[Span], memoryview] | None = None  # of one that a worker has made
+    problem: Any = None
+
+    @property
+    def clean(self) -> bool:
+        """Whether it is just data: nothing left out, nothing to raise."""
+        return self.problem is None and not self.bad and not self.leave_out
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is still to be made."""
+        return not self.dropped and not self.finished
+
+    def fail(self, problem: Any) -> None:
+        """There will be no data, only something to raise."""
+        self.finished, self.problem = True, problem
+
+    def open(self) -> Any:
+        """The batch as the loop gets it."""
+        if self.packed is None:
+            return self.data
+        return packing.unpack(*self.packed)
+
+    def release(self) -> None:
+        """Let go of its data and memory."""
+        self.data = self.packed = self.problem = None
 
 
 @dataclass(slots=True)
@@ -225,3 +271,130 @@ class WorkerPool:
             self._poll.unregister(descriptor)
             channel.close_in_children(descriptor, False)
             worker.channel.close()
+
+
+# --- deaths -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadSample:
+    """A sample that was left out or given up: its index, its file where the dataset shows one, and why."""
+
+    index: Any
+    name: str | None
+    why: str
+
+
+class BadSampleError(FlatoutError, RuntimeError):
+    """A sample kills every worker that touches it."""
+
+    def __init__(self, bad: BadSample) -> None:
+        self.bad = bad
+        name = f" ({bad.name})" if bad.name else ""
+        super().__init__(
+            f"sample {bad.index}{name} cannot be loaded: {bad.why}. "
+            "Leave such samples out with DataLoader(..., on_bad_sample='skip')"
+        )
+
+
+@dataclass(slots=True)
+class FaultCounts:
+    """What has happened to a loader's batches so far."""
+
+    batches: int = 0  # handed to the loop
+    made_by_workers: int = 0
+    deaths: int = 0  # of workers
+    redone: int = 0  # batches that a worker died over
+    fills: str | None = None  # what of the dataset they were seen to fill
+    bad: list[BadSample] = field(default_factory=list)
+
+
+class Faults:
+    """What is known of the deaths of one loader's workers."""
+
+    def __init__(self, pool: WorkerPool, account: FaultCounts, hang_timeout: float) -> None:
+        self._pool = pool
+        self._account = account
+        self._hang_timeout = hang_timeout
+        self._lethal: set[Any] = set()  # samples not to be tried again
+        self._in_vain = 0  # workers in a row that died before their first answer
+
+    def answered(self) -> None:
+        """A worker has answered: they work."""
+        self._in_vain = 0
+
+    def died(self, worker: WorkerHandle, recipe: Recipe) -> None:
+        """Blame the sample the worker was at; `RuntimeError` when workers do nothing but die."""
+        self._account.deaths += 1
+        self._blame(worker, recipe)
+        self._in_vain += not worker.answered
+        if self._in_vain >= _MOST_IN_VAIN:
+            raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(worker)}")
+
+    def leave_out_lethal(self, batch: Batch) -> None:
+        """Have a batch made without the samples that are known to kill."""
+        if self._lethal:
+            batch.leave_out |= {row for row, index in enumerate(batch.indices) if index in self._lethal}
+
+    def end_hung(self, since: float) -> None:
+        """End workers that have stood at the same sample for too long; longer each time, as it may be a
+        slow one.
+
+        Only the time that the loop spent waiting (since `since`) counts: before, nobody looked.
+        """
+        now = time.monotonic()
+        for worker in self._pool:
+            at = worker.position()
+            if not worker.tasks or at != worker.seen or not worker.seen_at:
+                worker.seen, worker.seen_at = at, now
+                continue
+            assignment = worker.tasks.get(at[0])
+            deaths = sum(assignment.batch.deaths.values()) if assignment else 0
+            if now - max(since, worker.seen_at) > self._hang_timeout * 2**deaths and not worker.hung:
+                worker.hung = True
+                self._pool.kill(worker)
+
+    def _blame(self, worker: WorkerHandle, recipe: Recipe) -> None:
+        ticket, row = worker.position()
+        assignment = worker.tasks.get(ticket)
+        if assignment is None:
+            return
+        batch = assignment.batch
+        batch.deaths[row] = batch.deaths.get(row, 0) + 1
+        enough = _DEATHS_TO_BLAME if row >= 0 else _DEATHS_OF_A_BATCH
+        if batch.deaths[row] < enough or batch.finished:
+            return
+        single = row >= 0 and recipe.auto_collation
+        index = batch.indices[row] if single else batch.indices
+        name = name_of(recipe.dataset, index) if row >= 0 else None
+        why = f"{enough} workers died over it; the last one {self._cause(worker)}"
+        bad = BadSample(index=index, name=name, why=why)
+        if recipe.skip_bad and single:
+            self._account.bad.append(bad)
+            self._lethal.add(index)
+            batch.leave_out |= {row}
+        else:
+            batch.fail(bad)
+
+    def _cause(self, worker: WorkerHandle) -> str:
+        if worker.hung:
+            return f"stood still for over {self._hang_timeout:g} s"
+        return self._pool.cause_of_death(worker)
+
+
+def name_of(dataset: Any, index: Any) -> str | None:
+    """The file behind a sample, if the dataset keeps a list of them."""
+    try:
+        while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):  # a Subset
+            dataset, index = dataset.dataset, dataset.indices[index]
+        for attribute in _PATH_ATTRIBUTES:
+            files = getattr(dataset, attribute, None)
+            if files is None or callable(files):
+                continue
+            entry = files[index]
+            for part in entry if isinstance(entry, (tuple, list)) else [entry]:
+                if isinstance(part, (str, Path)):
+                    return str(part)
+    except Exception:  # user code may do anything here, and the name is a courtesy
+        pass
+    return None

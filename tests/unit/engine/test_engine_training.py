@@ -36,8 +36,7 @@ from flatout.engine.config import LogConfig, load
 from flatout.engine.progress import Reporter
 from flatout.engine.step import _compile
 from flatout.feed import DataLoader
-from flatout.feed.epoch import Epoch
-from flatout.feed.scheduler import BatchScheduler
+from flatout.feed.scheduler import BatchScheduler, Epoch
 from flatout.model.errors import FlatoutError, NotSavedError, UsageError
 
 

@@ -21,7 +21,7 @@ from flatout.feed import loader as loader_module
 from flatout.feed.channel import Recipe
 from flatout.feed.loader import Auto, feed_of
 from flatout.feed.scheduler import BatchScheduler
-from flatout.feed.seeded_dataset import SeededDataset
+from flatout.feed.worker import SeededDataset
 from flatout.inside.loader_workers import Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
