@@ -25,22 +25,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ops import (
+from .operations import (
     Affine,
     BoxDraw,
+    ColorJitter,
     Crop,
     Draw,
+    Erase,
     Geometry,
     HFlip,
+    Normalize,
     Operation,
+    Point,
     Resize,
     ResizedCrop,
     Rotate,
     Size,
     VFlip,
+    philox,
     require,
-)
-from .points import ColorJitter, Erase, Normalize, Point, philox, uniform
+    uniform,
+)  # fmt: skip
 
 ATTEMPTS = 10  # of a box, as in torchvision
 TABLE_WIDTH = 18

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import points
+from . import operations as ops
 from .batch_program import BatchProgram
 from .triton_kernels import (
     BILINEAR,
@@ -35,8 +35,8 @@ from .triton_kernels import (
 )
 
 POINTS = (
-    points.Brightness, points.Contrast, points.Saturation, points.Hue, points.Gamma,
-    points.Grayscale, points.Invert, points.Noise, points.Erase, points.Normalize,
+    ops.Brightness, ops.Contrast, ops.Saturation, ops.Hue, ops.Gamma,
+    ops.Grayscale, ops.Invert, ops.Noise, ops.Erase, ops.Normalize,
 )  # fmt: skip
 
 
@@ -164,14 +164,14 @@ def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> 
         passes.append(source | chosen)
 
     for operation, columns in program.points:
-        if isinstance(operation, points.Blur):
+        if isinstance(operation, ops.Blur):
             launch()
             pending = []
             source = buffer | {"SOURCE": BLUR_X.value, "RADIUS": operation.radius, "SIGMA": columns.start}
             launch()
             source = source | {"SOURCE": BLUR_Y.value}
             continue
-        if isinstance(operation, points.Contrast):
+        if isinstance(operation, ops.Contrast):
             # Reading it once more costs little.
             again = source["SOURCE"] in (PIXEL.value, BUFFER.value)
             launch(sums, store=not again)
@@ -185,9 +185,9 @@ def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> 
     return passes, sums
 
 
-def _constants(operation: points.Point, channels: int) -> list[float]:
-    if isinstance(operation, points.Erase):
+def _constants(operation: ops.Point, channels: int) -> list[float]:
+    if isinstance(operation, ops.Erase):
         return [float(operation.value)]
-    if isinstance(operation, points.Normalize):
+    if isinstance(operation, ops.Normalize):
         return [number for mean, std in operation.per_channel(channels) for number in (1 / std, -mean / std)]
     return []

@@ -12,8 +12,19 @@ from torch import Tensor, nn
 
 from . import batch_program
 from .batch_program import BatchProgram, draw, steps
-from .ops import Affine, HFlip, Operation, Resize, Rotate, require
-from .points import Blur, Brightness, ColorJitter, Contrast, Normalize
+from .operations import (
+    Affine,
+    Blur,
+    Brightness,
+    ColorJitter,
+    Contrast,
+    HFlip,
+    Normalize,
+    Operation,
+    Resize,
+    Rotate,
+    require,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from .kernel_launch import KernelPlan

@@ -11,8 +11,23 @@ from typing import Any, NoReturn
 
 import torch
 
-from .ops import Affine, Crop, HFlip, Operation, Resize, ResizedCrop, Rotate, VFlip
-from .points import Blur, ColorJitter, Erase, Grayscale, Invert, Noise, Normalize
+from .operations import (
+    Affine,
+    Blur,
+    ColorJitter,
+    Crop,
+    Erase,
+    Grayscale,
+    HFlip,
+    Invert,
+    Noise,
+    Normalize,
+    Operation,
+    Resize,
+    ResizedCrop,
+    Rotate,
+    VFlip,
+)  # fmt: skip
 
 # These are not needed: Augment takes uint8 and gives floats.
 _CONVERSIONS = {"ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ToImageTensor", "Identity"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import ops
+from . import operations as ops
 from .batch_program import ATTEMPTS, TABLE_WIDTH
 
 # --- the row of a sample ---
@@ -193,15 +193,18 @@ def _byte(word, BYTE: tl.constexpr):
 
 
 @triton.jit
+def _eight_bytes(word, shift):
+    """Bytes from a place on, which need not be a multiple of four: two words out of three aligned ones."""
+    w0, w1, w2 = tl.load(word), tl.load(word + 1), tl.load(word + 2)
+    low, high = (w1.to(tl.uint64) << 32) | w0, (w2.to(tl.uint64) << 32) | w1
+    return (low >> shift).to(tl.uint32), (high >> shift).to(tl.uint32)
+
+
+@triton.jit
 def _whole(place):
     """The nearest whole number as a float and an int, by rounding in the adder: slower ways are a fifth of the work."""
     rounded = place + 12582912.0  # 1.5 · 2²³
     return rounded - 12582912.0, rounded.to(tl.int32, bitcast=True) - 0x4B400000
-
-
-@triton.jit
-def _within(place, first, end):
-    return tl.minimum(tl.maximum(place, first), end - 1)
 
 
 @triton.jit
@@ -222,17 +225,12 @@ def _bilinear(
     w10 = part_y - w11
     w00 = 1 / 255 - part_y - w01
     px = ()
-    if INSIDE and IN_WORDS:  # three channels side by side: six bytes of a row lie in three aligned words
+    if INSIDE and IN_WORDS:  # three channels side by side: the six bytes of two pixels
         place = row * STRIDES[1] + column * 3
         shift = ((place & 3) * 8).to(tl.uint64)
         word = source.to(tl.pointer_type(tl.uint32)) + (place >> 2)
-        a0, a1, a2 = tl.load(word), tl.load(word + 1), tl.load(word + 2)
-        word += STRIDES[1] // 4
-        b0, b1, b2 = tl.load(word), tl.load(word + 1), tl.load(word + 2)
-        a_low = (((a1.to(tl.uint64) << 32) | a0) >> shift).to(tl.uint32)
-        a_high = (((a2.to(tl.uint64) << 32) | a1) >> shift).to(tl.uint32)
-        b_low = (((b1.to(tl.uint64) << 32) | b0) >> shift).to(tl.uint32)
-        b_high = (((b2.to(tl.uint64) << 32) | b1) >> shift).to(tl.uint32)
+        a_low, a_high = _eight_bytes(word, shift)
+        b_low, b_high = _eight_bytes(word + STRIDES[1] // 4, shift)
         px = (
             w00 * _byte(a_low, 0) + w01 * _byte(a_low, 3) + w10 * _byte(b_low, 0) + w11 * _byte(b_low, 3),
             w00 * _byte(a_low, 1) + w01 * _byte(a_high, 0) + w10 * _byte(b_low, 1) + w11 * _byte(b_high, 0),
@@ -261,6 +259,11 @@ def _bilinear(
                 + w11 * tl.load(p11 + c * STRIDES[0], m11, other).to(tl.float32),
             )
     return px
+
+
+@triton.jit
+def _within(place, first, end):
+    return tl.minimum(tl.maximum(place, first), end - 1)
 
 
 @triton.jit
@@ -316,7 +319,7 @@ def _blurred(
     buffer, x, y, live, sigma,
     C: tl.constexpr, OUT: tl.constexpr, PACKED: tl.constexpr, RADIUS: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """One direction of a blur: `points.Blur`."""
+    """One direction of a blur: `operations.Blur`."""
     px = _kept(buffer, y * OUT[1] + x, live, C, OUT[0] * OUT[1], PACKED)
     if sigma > 0:
         fall = -0.5 * 1.4426950408889634 / (sigma * sigma)
@@ -459,6 +462,49 @@ def _store_quads(sink, px, place, live):
     tl.store(words + 2, b2 | (r3 << 16) | (g3 << 32) | (b3 << 48), mask=live)
 
 
+@triton.jit
+def _gathered(
+    source, row, x, y, x0, y0,
+    SOURCE: tl.constexpr, C: tl.constexpr, STRIDES: tl.constexpr, COLUMNS: tl.constexpr, FILLED: tl.constexpr,
+    FILL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The pixels of a tile, read where the matrix says; its corner is at x0, y0."""
+    derived = row + (COLUMNS - 10)
+    a, b, c = tl.load(derived), tl.load(derived + 1), tl.load(derived + 2)
+    d, e, f = tl.load(derived + 3), tl.load(derived + 4), tl.load(derived + 5)
+    left, top = tl.load(derived + 6).to(tl.int32), tl.load(derived + 7).to(tl.int32)
+    right, bottom = tl.load(derived + 8).to(tl.int32), tl.load(derived + 9).to(tl.int32)
+    # where the tile's corner and each of its pixels come from, from the centre of the source's first pixel
+    corner_x = a * (x0 + 0.5) + b * (y0 + 0.5) + c - 0.5
+    corner_y = d * (x0 + 0.5) + e * (y0 + 0.5) + f - 0.5
+    from_x = corner_x + (a * (x - x0).to(tl.float32) + b * (y - y0).to(tl.float32))
+    from_y = corner_y + (d * (x - x0).to(tl.float32) + e * (y - y0).to(tl.float32))
+    if SOURCE == PIXEL:
+        column, line = _whole(from_x)[1], _whole(from_y)[1]
+        inside = (column >= left) & (column < right) & (line >= top) & (line < bottom)
+        place = source + (line * STRIDES[1] + column * STRIDES[2])
+        px = ()
+        for channel in tl.static_range(C):
+            value = tl.load(place + channel * STRIDES[0], mask=inside, other=FILL)
+            px = px + (value.to(tl.float32) * (1 / 255),)
+    elif SOURCE == TENT:
+        reach_x, reach_y = tl.maximum(tl.sqrt(a * a + b * b), 1.0), tl.maximum(tl.sqrt(d * d + e * e), 1.0)
+        px = _tent(source, from_x, from_y, reach_x, reach_y, left, top, right, bottom, C, STRIDES, FILLED, FILL)
+    else:
+        # a matrix is linear: if the corners of the tile stay clear of the edges, so does all between them
+        low_x = corner_x + tl.minimum(a * (TILE[0] - 1), 0.0) + tl.minimum(b * (TILE[1] - 1), 0.0)
+        high_x = corner_x + tl.maximum(a * (TILE[0] - 1), 0.0) + tl.maximum(b * (TILE[1] - 1), 0.0)
+        low_y = corner_y + tl.minimum(d * (TILE[0] - 1), 0.0) + tl.minimum(e * (TILE[1] - 1), 0.0)
+        high_y = corner_y + tl.maximum(d * (TILE[0] - 1), 0.0) + tl.maximum(e * (TILE[1] - 1), 0.0)
+        if (low_x >= left + 1) & (high_x < right - 5) & (low_y >= top + 1) & (high_y < bottom - 2):
+            px = _bilinear(source, from_x, from_y, left, top, right, bottom,
+                           C, STRIDES, FILLED, FILL, SOURCE == WORDS, True)  # fmt: skip
+        else:
+            px = _bilinear(source, from_x, from_y, left, top, right, bottom,
+                           C, STRIDES, FILLED, FILL, SOURCE == WORDS, False)  # fmt: skip
+    return px
+
+
 @triton.jit(do_not_specialize=["n"])
 def pass_kernel(
     source, rows, sums, sink, n, source_stride,
@@ -492,39 +538,7 @@ def pass_kernel(
         sigma = tl.load(row + SIGMA)
         px = _blurred(source, x, y, live, sigma, C, OUT, PACKED_SOURCE, RADIUS, SOURCE == BLUR_Y)
     else:
-        derived = row + (COLUMNS - 10)
-        a, b, c = tl.load(derived), tl.load(derived + 1), tl.load(derived + 2)
-        d, e, f = tl.load(derived + 3), tl.load(derived + 4), tl.load(derived + 5)
-        left, top = tl.load(derived + 6).to(tl.int32), tl.load(derived + 7).to(tl.int32)
-        right, bottom = tl.load(derived + 8).to(tl.int32), tl.load(derived + 9).to(tl.int32)
-        # where the tile's corner and each of its pixels come from, from the centre of the source's first pixel
-        corner_x = a * (x0 + 0.5) + b * (y0 + 0.5) + c - 0.5
-        corner_y = d * (x0 + 0.5) + e * (y0 + 0.5) + f - 0.5
-        from_x = corner_x + (a * (x - x0).to(tl.float32) + b * (y - y0).to(tl.float32))
-        from_y = corner_y + (d * (x - x0).to(tl.float32) + e * (y - y0).to(tl.float32))
-        if SOURCE == PIXEL:
-            column, line = _whole(from_x)[1], _whole(from_y)[1]
-            inside = (column >= left) & (column < right) & (line >= top) & (line < bottom)
-            place = source + (line * STRIDES[1] + column * STRIDES[2])
-            px = ()
-            for channel in tl.static_range(C):
-                value = tl.load(place + channel * STRIDES[0], mask=inside, other=FILL)
-                px = px + (value.to(tl.float32) * (1 / 255),)
-        elif SOURCE == TENT:
-            reach_x, reach_y = tl.maximum(tl.sqrt(a * a + b * b), 1.0), tl.maximum(tl.sqrt(d * d + e * e), 1.0)
-            px = _tent(source, from_x, from_y, reach_x, reach_y, left, top, right, bottom, C, STRIDES, FILLED, FILL)
-        else:
-            # a matrix is linear: if the corners of the tile stay clear of the edges, so does all between them
-            low_x = corner_x + tl.minimum(a * (TILE_W - 1), 0.0) + tl.minimum(b * (TILE_H - 1), 0.0)
-            high_x = corner_x + tl.maximum(a * (TILE_W - 1), 0.0) + tl.maximum(b * (TILE_H - 1), 0.0)
-            low_y = corner_y + tl.minimum(d * (TILE_W - 1), 0.0) + tl.minimum(e * (TILE_H - 1), 0.0)
-            high_y = corner_y + tl.maximum(d * (TILE_W - 1), 0.0) + tl.maximum(e * (TILE_H - 1), 0.0)
-            if (low_x >= left + 1) & (high_x < right - 5) & (low_y >= top + 1) & (high_y < bottom - 2):
-                px = _bilinear(source, from_x, from_y, left, top, right, bottom,
-                               C, STRIDES, FILLED, FILL, SOURCE == WORDS, True)  # fmt: skip
-            else:
-                px = _bilinear(source, from_x, from_y, left, top, right, bottom,
-                               C, STRIDES, FILLED, FILL, SOURCE == WORDS, False)  # fmt: skip
+        px = _gathered(source, row, x, y, x0, y0, SOURCE, C, STRIDES, COLUMNS, FILLED, FILL, TILE)
 
     px = _apply(px, x, y, row, sums, n, OUT, POINTS)
     if SUM >= 0:

@@ -7,7 +7,7 @@ import torch
 
 from flatout.augment import Affine, Augment, Blur, ColorJitter, Crop, Erase, HFlip, Noise, ResizedCrop, Rotate
 from flatout.augment.batch_program import BatchProgram, draw, steps
-from flatout.augment.points import normal, philox
+from flatout.augment.operations import normal, philox
 
 EVERYTHING = [HFlip(), ResizedCrop(20), Affine(30, 0.2, (0.8, 1.2), 10, p=0.5), ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7),
               Blur(3), Noise(), Erase()]  # fmt: skip
