@@ -13,8 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flatout.launch.lost import INJECTED
-from flatout.launch.protocol import VARIABLE, Options
+from flatout.launch.protocol import INJECTED, VARIABLE, Options
 
 RUNS = 5
 LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")

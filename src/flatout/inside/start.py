@@ -21,10 +21,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.inside.changes.ledger import Ledger
-from flatout.launch import signals
-from flatout.launch.protocol import Options, new_folder, note_not_measured
+from flatout.launch.protocol import Options, new_folder, note_not_measured, write_down_signals
 from flatout.model.errors import FlatoutError, UsageError
-from flatout.model.facts import SettingsRead
+from flatout.model.records import SettingsRead
 from flatout.redact import redact_setting, redact_text
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ def start() -> None:
         if _started or options is None:
             return
         _started = True
-        signals.write_down(os.environ)
+        write_down_signals(os.environ)
         _redirect()
         changes = options.plan.changes if options.plan is not None else ()
         ledger = Ledger(changes)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.files import write_whole
-from flatout.launch.lost import HOOK, INJECTED, OLDEST_PYTHON
+from flatout.launch.protocol import INJECTED
 from flatout.model.errors import UsageError
 
+OLDEST_PYTHON = (3, 10)
+HOOK = "flatout_hook.pth"
 _MODULE = "flatout_hook"
 _PTH = f'import os; os.environ.get("FLATOUT_RUN") and __import__("{_MODULE}").start()\n'
 _START = f"{_MODULE}:start\n"

@@ -1,5 +1,4 @@
-"""OUTSIDE: runs the user's command with flatout in it, watches the hardware beside it, and ends its process
-tree.
+"""OUTSIDE: runs the user's command with flatout in it, and ends its process tree.
 
 The command gets our terminal, its own exit code comes back, and signals reach it. What flatout does inside
 travels in environment variables; nothing is written but the trace folder.
@@ -12,39 +11,26 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from flatout.launch import sandbox
-from flatout.launch.first_step import ASK_AFTER_S, FirstStep
 from flatout.launch.launch_ranks import end_with_parent
-from flatout.launch.lost import INJECTED, LostProcesses
-from flatout.launch.protocol import (
-    VARIABLE,
-    Options,
-    Trial,
-    new_folder,
-    note_not_measured,
-    reasons_not_measured,
-)
-from flatout.launch.signals import SignalsReceived
+from flatout.launch.protocol import INJECTED, VARIABLE, Options, SignalsReceived, Trial, new_folder
 from flatout.launch.snapshot import SharedMemory, Snapshot
+from flatout.launch.watch import ASK_AFTER_S, info, say, watching
 from flatout.model.errors import OverlayError, RealWriteError, UsageError
 from flatout.model.plan import Plan
 from flatout.redact import redact_command, redact_text
-from flatout.sample.hardware import PULSE_EVERY_S, Sampler
 from flatout.sample.process import descendants, process_ids
-from flatout.trace import End, Note, RunInfo, TraceWriter, note_end
+from flatout.trace import End, note_end
 
-_SAMPLE_EVERY_S = 1.0
 _SHIMS = INJECTED.with_name("bin")
 _END_WITHIN_S = 5.0
 _CANNOT_START = 126
@@ -52,8 +38,8 @@ _NOT_FOUND = 127
 TIMED_OUT = 124
 OUTPUT = "output.txt"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+_AWAITED = {*_PASSED_ON, signal.SIGCHLD}
 _RECEIVED_WITHIN_S = 0.3
-_reported: set[str] = set()  # files that changed during a trial: reported once
 
 
 def run(
@@ -90,7 +76,7 @@ def run(
     if trial is not None and not measured:
         raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
     if plan is not None and not measured:
-        _say("the plan is not applied: FLATOUT is off, or nothing can be recorded")
+        say("the plan is not applied: FLATOUT is off, or nothing can be recorded")
     environment = dict(os.environ)
     if measured:
         environment |= _injection(options, program)
@@ -100,20 +86,22 @@ def run(
     how: dict[str, Any] = {}
     if ends_with_us:
         how["preexec_fn"] = end_with_parent
-    with closing(SignalsReceived()) as signals:
+    with closing(SignalsReceived()) as received:
+        beside: AbstractContextManager[None] = nullcontext()
         if measured:
-            environment |= signals.environment
-            how["pass_fds"] = (signals.write_end,)
+            environment |= received.environment
+            how["pass_fds"] = (received.write_end,)
         process = _start(words, env=environment, **how)
         if isinstance(process, int):
             return process
-        first_step = FirstStep(options.folder, time.monotonic(), ask_after_s)
-        with _watching(process.pid, options, first_step, hardware=measured):
-            code = _wait(process, signals)
+        if measured:
+            beside = watching(process.pid, options, ask_after_s)
+        with _blocked(), beside:
+            code = _wait(process, received)
     if measured and max_steps is not None:
         end(options.folder)
     if measured and not any(options.folder.iterdir()):
-        _say("the command was over before anything could be recorded")
+        say("the command was over before anything could be recorded")
         options.folder.rmdir()
     elif measured:
         _note_end(options, code)
@@ -124,72 +112,70 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
     """Run a command as a trial: in a sandbox, in a session of its own, to its end or its time's."""
     if trial.seed is not None:
         environment.setdefault("PYTHONHASHSEED", str(trial.seed % (1 << 32)))
-    check_files: Callable[[], None] | None = None
+    files: _UsersFiles | None = None
     if trial.protect is not None:
         ours = [path for path in (options.folder, trial.leads, trial.follows) if path is not None]
         box = sandbox.sandbox_for(words, trial.protect, ours)
         environment |= sandbox.environment(box, redirected=not trial.overlay)
+        files = _UsersFiles(box, overlay=trial.overlay)
         if trial.overlay:
-            check_files = _check_beside_overlays(box)
             words = [*sandbox.entrance(box), *words]
-        else:
-            check_files = _check_all_files(box)
     with (options.folder / OUTPUT).open("wb") as output:
         process = _start(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     if isinstance(process, int):
         return process
+    beside: AbstractContextManager[None] = nullcontext()
+    if not trial.fingerprints:  # a run for a proof is not timed
+        beside = watching(process.pid, options, math.inf)
     try:
-        # A run for a proof is not timed.
-        with _watching(process.pid, options, None, hardware=not trial.fingerprints):
+        with _blocked(), beside:
             return _wait_for_trial(process, trial.timeout_s)
     finally:
         end(options.folder, process)
-        if check_files is not None:  # after Ctrl-C too
-            check_files()
+        if files is not None:  # after Ctrl-C too
+            files.compare()
 
 
-def _check_beside_overlays(box: sandbox.Sandbox) -> Callable[[], None]:
-    """Remember what overlays do not cover; the function returned compares, after the trial.
+class _UsersFiles:
+    """The user's files before a trial, to be compared after it."""
 
-    What changes in a folder under an overlay was not changed by the trial, but by a person, another program,
-    or a service that the script called. That is reported, and is no reason to end.
-    """
-    memory, near = SharedMemory(), Snapshot(box.near, but=[*box.keep, box.scratch])
+    _reported: ClassVar[set[str]] = set()  # files that changed during a trial: reported once
 
-    def check() -> None:
-        if why := sandbox.refusal(box):
+    def __init__(self, box: sandbox.Sandbox, *, overlay: bool) -> None:
+        self._box, self._overlay = box, overlay
+        but = [*box.keep, box.scratch, *sandbox.not_compared()]
+        self._near = Snapshot(box.near, but=but)
+        # Overlays cover all but shared memory.
+        self._beyond = SharedMemory() if overlay else Snapshot(box.beyond, but=but, others_work=True)
+
+    def compare(self) -> None:
+        """Raise where a trial has really written to them."""
+        if self._overlay and (why := sandbox.refusal(self._box)):
             raise OverlayError(why)
-        if files := memory.changed():
-            raise RealWriteError(files)
-        files = [file for file in near.changed() if file not in _reported]
-        _reported.update(files)
-        if files:
-            _say(f"Note: changed during a trial, and not by it ({len(files)}): {', '.join(files[:5])}")
-
-    return check
-
-
-def _check_all_files(box: sandbox.Sandbox) -> Callable[[], None]:
-    """Remember all of the user's folders; the function returned compares, after the trial."""
-    but = [*box.keep, box.scratch]
-    near = Snapshot(box.near, but=but)
-    beyond = Snapshot(box.beyond, but=[*but, *sandbox.BUSY], others_work=True)
-
-    def check() -> None:
-        if files := sorted({*near.changed(), *beyond.changed()}):
-            raise RealWriteError(files)
-
-    return check
+        near, beyond = self._near.changed(), self._beyond.changed()
+        if self._overlay and near:
+            # It was not the trial that wrote there, but a person, another program, or a service that the script called.
+            # That is reported, and is no reason to end.
+            new = [file for file in near if file not in self._reported]
+            self._reported.update(new)
+            if new:
+                say(f"Note: changed during a trial, and not by it ({len(new)}): {', '.join(new[:5])}")
+            near = []
+        if near or beyond:
+            raise RealWriteError(sorted({*near, *beyond}))
 
 
 def _start(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
     try:
         return subprocess.Popen(words, **how)
     except OSError as problem:
-        _say(f"cannot start {redact_text(words[0])}: {problem.strerror}")
+        say(f"cannot start {redact_text(words[0])}: {problem.strerror}")
         return _CANNOT_START
+
+
+# --- its name and its folder --------------------------------------------------------------------------------
 
 
 def default_folder(command: Sequence[str]) -> Path:
@@ -211,11 +197,23 @@ def _make_folder(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        _say(f"cannot record into {folder} ({problem.strerror}): running unmeasured")
+        say(f"cannot record into {folder} ({problem.strerror}): running unmeasured")
         return False
     if any(folder.glob("*.jsonl")):
         raise UsageError(f"{folder} already holds a recording: name a new folder")
     return True
+
+
+def _note_end(options: Options, code: int) -> None:
+    """Leave in each recording of a command that it is over, and in the last of them its exit code."""
+    *earlier, last = recordings(options.folder)
+    run_info, now_s = info(options, 0), time.monotonic()
+    try:
+        for folder in earlier:
+            note_end(folder, run_info, End(time_s=now_s))
+        note_end(last, run_info, End(time_s=now_s, exit_code=code))
+    except OSError as problem:
+        say(f"how the command ended is not recorded: {problem.strerror}")
 
 
 def _program(command: Sequence[str]) -> str | int:
@@ -226,9 +224,9 @@ def _program(command: Sequence[str]) -> str | int:
     if found:
         return found
     if Path(command[0]).exists():
-        _say(f"{redact_text(command[0])} cannot be executed")
+        say(f"{redact_text(command[0])} cannot be executed")
         return _CANNOT_START
-    _say(f"{redact_text(command[0])}: command not found")
+    say(f"{redact_text(command[0])}: command not found")
     return _NOT_FOUND
 
 
@@ -257,54 +255,53 @@ def _in_front_of(variable: str, folder: Path) -> str:
     return os.pathsep.join(filter(None, (str(folder), os.environ.get(variable))))
 
 
+# --- its end ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Keep the signals that are waited for from this thread, and from those that it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _wait(process: subprocess.Popen[bytes], received: SignalsReceived) -> int:
     """Wait for the command; its exit code, 128 + n when signal n ended it.
 
     Signals meant for the command are passed on. Ctrl-C in a terminal reaches it without us; so has what it
     `received`.
     """
-    with _blocked({*_PASSED_ON, signal.SIGCHLD}):
-        while process.poll() is None:
-            sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, 1.0)
-            if sent is None or sent.si_signo == signal.SIGCHLD:
-                received.listen()
-            elif _for_us_alone(sent, received):
-                received.passed_on(sent.si_signo)
-                process.send_signal(sent.si_signo)
-    return _exit_code(process.returncode)
+    while process.poll() is None:
+        sent = signal.sigtimedwait(_AWAITED, 1.0)
+        if sent is None or sent.si_signo == signal.SIGCHLD:
+            received.listen()
+        elif _for_us_alone(sent, received):
+            received.passed_on(sent.si_signo)
+            process.send_signal(sent.si_signo)
+    return _exit_code(process)
 
 
 def _wait_for_trial(process: subprocess.Popen[bytes], timeout_s: float | None) -> int:
     """A trial is ours to end: what would end us ends it, and its time may be over."""
-    try:
-        if threading.current_thread() is not threading.main_thread():
-            return _exit_code(process.wait(timeout_s))
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with _blocked({*_PASSED_ON, signal.SIGCHLD}):
-            while process.poll() is None:
-                left_s = end_s - time.monotonic()
-                if left_s <= 0:
-                    return TIMED_OUT
-                sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, min(1.0, left_s))
-                if sent is not None and sent.si_signo in _PASSED_ON:
-                    raise KeyboardInterrupt
-    except subprocess.TimeoutExpired:
-        return TIMED_OUT
-    return _exit_code(process.returncode)
+    end_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+    gets_signals = threading.current_thread() is threading.main_thread()
+    while process.poll() is None:
+        left_s = min(1.0, end_s - time.monotonic())
+        if left_s <= 0:
+            return TIMED_OUT
+        if not gets_signals:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(left_s)
+        elif (sent := signal.sigtimedwait(_AWAITED, left_s)) is not None and sent.si_signo in _PASSED_ON:
+            raise KeyboardInterrupt
+    return _exit_code(process)
 
 
-def _exit_code(returncode: int) -> int:
-    return 128 - returncode if returncode < 0 else returncode
-
-
-@contextmanager
-def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Keep these signals from this thread for a while."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    return 128 - process.returncode if process.returncode < 0 else process.returncode
 
 
 def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> bool:
@@ -315,97 +312,14 @@ def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> boo
     batch script's `trap 'kill -TERM $PID' TERM` signals us alone. A second SIGTERM does no harm, a lost one
     does. Only an interrupt, which many take as "at once" when it comes twice, is left to the group.
     """
-    if sent.si_code > 0:
+    if sent.si_code > 0 or received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
         return False
-    if received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
-        return False
-    if received.listens:
+    if received.listens or sent.si_signo != signal.SIGINT:
         return True
     try:
-        return sent.si_signo != signal.SIGINT or os.getpgid(sent.si_pid) != os.getpgrp()
+        return os.getpgid(sent.si_pid) != os.getpgrp()
     except ProcessLookupError:
         return True
-
-
-@contextmanager
-def _watching(pid: int, options: Options, first_step: FirstStep | None, *, hardware: bool) -> Iterator[None]:
-    """Sample the `hardware` beside the command, until it ends. Fails with a note, never with the run."""
-    if not hardware:
-        yield
-        return
-    stop = threading.Event()
-    thread = threading.Thread(
-        target=_watch, args=(pid, options, first_step, stop), name="flatout-hardware", daemon=True
-    )
-    try:
-        with _blocked(_PASSED_ON):  # signals go to the thread that waits for them
-            thread.start()
-    except RuntimeError as problem:  # a limit on processes; the command runs all the same
-        _say(f"the hardware is not watched ({redact_text(str(problem))})")
-        yield
-        return
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        if first_step is not None:
-            first_step.close()
-
-
-def _say(text: str) -> None:
-    """One line on stderr, if anybody reads it."""
-    with suppress(OSError, ValueError):
-        print(f"flatout: {text}", file=sys.stderr, flush=True)
-
-
-def _info(options: Options, pid: int) -> RunInfo:
-    return RunInfo(
-        name=options.name,
-        command=options.command,
-        host=socket.gethostname(),
-        pid=pid,
-        started_unix_s=time.time(),
-        started_s=time.monotonic(),
-    )
-
-
-def _note_end(options: Options, code: int) -> None:
-    """Leave in each recording of a command that it is over, and in the last of them its exit code."""
-    *earlier, last = recordings(options.folder)
-    info, now_s = _info(options, 0), time.monotonic()
-    try:
-        for folder in earlier:
-            note_end(folder, info, End(time_s=now_s))
-        note_end(last, info, End(time_s=now_s, exit_code=code))
-    except OSError as problem:
-        _say(f"how the command ended is not recorded: {problem.strerror}")
-
-
-def _watch(pid: int, options: Options, first_step: FirstStep | None, stop: threading.Event) -> None:
-    info = _info(options, pid)
-    try:
-        with Sampler(pids=[pid]) as sampler, TraceWriter(options.folder, info) as writer:
-            sample = sampler.read()
-            lost = LostProcesses(pid, time.monotonic())
-            while not stop.wait(PULSE_EVERY_S):
-                text = lost.look(time.monotonic())
-                if text is not None and note_not_measured(options.folder, text) and options.trial is None:
-                    _say(text)
-                text = first_step.look(time.monotonic(), sample.processes) if first_step is not None else None
-                if text is not None:
-                    _say(text)
-                sampler.pulse()
-                if sampler.due(_SAMPLE_EVERY_S):
-                    sample = sampler.read()
-                    writer.write(sample)
-            writer.write(sampler.read())
-            for text in [*sampler.notes, *reasons_not_measured(options.folder)]:
-                writer.write(Note(time_s=time.monotonic(), text=text))
-    except Exception as problem:
-        # A command that has ended cannot be watched: that is no fault.
-        if Path(f"/proc/{pid}").exists():
-            _say(f"the hardware is not watched ({redact_text(str(problem))})")
 
 
 def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
@@ -415,7 +329,12 @@ def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
         ours |= {root.pid, *descendants(root.pid)}
     handles = list(_open_processes(ours))
     _signal_all(handles, signal.SIGTERM)
-    _signal_all(_wait_for_all(handles, _END_WITHIN_S), signal.SIGKILL)
+    end_s = time.monotonic() + _END_WITHIN_S
+    for handle in handles:  # each can be read from when its process has ended
+        ended = select.poll()
+        ended.register(handle, select.POLLIN)
+        ended.poll(1000 * max(0.0, end_s - time.monotonic()))
+    _signal_all(handles, signal.SIGKILL)
     if root is not None:
         root.wait()
     for handle in handles:
@@ -446,16 +365,3 @@ def _signal_all(handles: Iterable[int], number: signal.Signals) -> None:
     for handle in handles:
         with suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(handle, number)
-
-
-def _wait_for_all(handles: Iterable[int], timeout_s: float) -> set[int]:
-    """Wait until these processes have ended; those that have not."""
-    alive, end_s = set(handles), time.monotonic() + timeout_s
-    poll = select.poll()
-    for handle in alive:
-        poll.register(handle, select.POLLIN)
-    while alive and time.monotonic() < end_s:
-        for handle, _ in poll.poll(1000 * max(0.0, end_s - time.monotonic())):
-            alive.discard(handle)
-            poll.unregister(handle)
-    return alive

@@ -34,8 +34,7 @@ _TRACKERS_OFF = {
     "SWANLAB_MODE": "disabled", "DVC_STUDIO_OFFLINE": "true", "DVC_EXP_AUTO_PUSH": "false", "DVC_NO_ANALYTICS": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }  # fmt: skip
-# Programs of all kinds write there, so a change says nothing about the trial.
-BUSY = ("/tmp", "/var/tmp", "/var/log", "/var/lib", "/var/cache", "/var/spool")
+_BUSY = ("/tmp", "/var/tmp", "/var/log", "/var/lib", "/var/cache", "/var/spool")
 _SHARED_MEMORY = Path("/dev/shm")
 # The running system's: sockets, devices and memory, no files that stay.
 _LIVE = {"proc", "sys", "dev", "run"}
@@ -62,16 +61,20 @@ class Sandbox:
     """`cover`: folders in which nothing may be written; `keep`: folders in them that may; `scratch` takes the
     rest.
 
-    `near` are the folders that the command is most likely to write to, `beyond` the others in which people
-    keep files. `compiled` is where torch's compiler keeps what it made.
+    `near` are the folders that the command is most likely to write to. `compiled` is where torch's compiler keeps
+    what it made.
     """
 
     scratch: str
     cover: Sequence[str]
     keep: Sequence[str]
     near: Sequence[str] = ()
-    beyond: Sequence[str] = ()
     compiled: str = ""
+
+    @property
+    def beyond(self) -> list[str]:
+        """All folders in which people keep files, the home first."""
+        return [str(Path.home().resolve()), *self.cover]
 
     def to_json(self) -> str:
         """For another process."""
@@ -101,8 +104,7 @@ def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> 
         scratch=str(scratch.resolve()),
         cover=tuple(sorted({str(path) for path in (*tops, *beside, *memory, *_overlays_beside(near))})),
         keep=tuple(str(path.resolve()) for path in (*ours, *caches)),
-        near=tuple(str(path) for path in near if not _is_for_all(path)),
-        beyond=tuple(str(path) for path in (Path.home().resolve(), *memory, *tops) if not _is_for_all(path)),
+        near=tuple(map(str, near)),
         compiled=str(compiled),
     )
 
@@ -187,9 +189,10 @@ def _can_hold_files(top: Path) -> bool:
     return any(os.access(path, os.W_OK) for path in (top, *top.glob("*"), *top.glob("*/*")) if not path.is_symlink())
 
 
-def _is_for_all(folder: Path) -> bool:
-    """Whether what changes there says nothing about the trial."""
-    return str(folder) in (*BUSY, tempfile.gettempdir()) or folder in (Path("/", name) for name in _SYSTEM)
+def not_compared() -> list[str]:
+    """Folders in which a change says nothing about a trial: programs of all kinds write there, or only an
+    administrator does."""
+    return [*_BUSY, tempfile.gettempdir(), *(f"/{name}" for name in _SYSTEM)]
 
 
 def _near(words: Sequence[str]) -> list[Path]:

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flatout.launch.signals import SignalsReceived
+from flatout.launch.protocol import SignalsReceived
 
 SCRIPT = """
 import os, signal, sys
-from flatout.launch import signals
+from flatout.launch import protocol
 
 signal.signal(signal.SIGUSR1, lambda *_: print("handled", flush=True))
-signals.write_down(os.environ)
+protocol.write_down_signals(os.environ)
 print("ready", flush=True)
 for _ in sys.stdin:
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -24,10 +24,10 @@ for _ in sys.stdin:
 
 CLOSES = """
 import os, signal
-from flatout.launch import signals
+from flatout.launch import protocol
 
 signal.signal(signal.SIGUSR1, lambda *_: None)
-signals.write_down(os.environ)
+protocol.write_down_signals(os.environ)
 os.closerange(3, 256)
 logs = [open(f"log-{number}", "wb") for number in range(8)]
 os.kill(os.getpid(), signal.SIGUSR1)
