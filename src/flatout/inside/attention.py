@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from flatout.inside.calls import caller
 from flatout.inside.patches import Patches, Stage
 from flatout.inside.run_facts import compiled_frames
+from flatout.inside.stacks import caller
 from flatout.model.facts import WrittenAttention
 
 _SOFTMAX = ("torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax")

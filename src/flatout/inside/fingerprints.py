@@ -25,9 +25,9 @@ import torch.utils.data.dataloader as torch_loader
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flatout.files import write_whole_by
-from flatout.inside.calls import tensors_in
 from flatout.inside.patches import Subscriber
 from flatout.inside.root_modules import WeakIdMap
+from flatout.inside.timing import tensors_in
 from flatout.inside.weights import Moved
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -16,11 +16,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, LOGGING, OPTIMIZER, SYNC
+from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, LOGGING, OPTIMIZER, START, SYNC
 
 Call = Callable[..., Any]
 
@@ -70,7 +71,7 @@ _ENDS_LOOKING = "looking for attention ends before anything is compiled"
 _CLIPS = "clip_grad_norm_ clip_grad_value_"
 
 TABLE: tuple[Patch, ...] = (
-    Patch(_LOADER, "__iter__", "a pass over the data begins"),
+    Patch(_LOADER, "__iter__", "a pass over the data begins", phase=START),
     Patch(_ITERATOR, "__next__", "waiting for data; a batch that is there"),
     Patch(f"{_DATALOADER}._DatasetKind", "create_fetcher", "what loading samples takes, in each worker"),
     Patch("queue.Queue", "get", "waiting for data from a thread of the script's"),
@@ -316,7 +317,8 @@ class Subscriber:
         """Something of this subscriber's went wrong: it is switched off, and that is said once."""
         if not self.off:
             self.leave()
-            self._fail(problem)
+            with suppress(Exception):
+                self._fail(problem)
 
     def leave(self) -> None:
         """See no more calls."""

@@ -24,13 +24,12 @@ import torch.utils.data.dataloader as torch_loader
 
 from flatout.inside import run_facts
 from flatout.inside.attention import AttentionWatch
-from flatout.inside.calls import called_from, raised_at
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.loader_workers import Meters
 from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
-from flatout.inside.stacks import StackSampler, in_words
+from flatout.inside.stacks import StackSampler, called_from, in_words, raised_at
 from flatout.inside.timing import CudaClock, LossReader, Timing
 from flatout.inside.tokens import TokenCounts
 from flatout.launch.protocol import RANK, Options, answer, is_asked

@@ -24,7 +24,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
+
+import torch
 
 from flatout.model.records import Frame, Stacks, StackTime
 from flatout.redact import redact_text
@@ -43,6 +45,7 @@ Line = tuple[CodeType, int]
 Key = tuple[str, tuple[Line, ...]]  # phase, and lines, outermost first
 
 _OURS = str(Path(__file__).parents[1])
+_BENEATH = (_OURS, str(Path(torch.__file__).parent), "<")  # where no call is written that is to be named
 # What a stack shows of the phase, where the recorder did not look closely: file, function.
 _PHASE_OF_CALL = (
     ("torch/nn/functional.py", None, "loss"),
@@ -301,3 +304,33 @@ def _path(filename: str) -> str:
         if filename.startswith(folder):
             return filename[len(folder) :]
     return filename
+
+
+def caller(beyond: tuple[str, ...] = ()) -> str | None:
+    """The file:line of the call: the innermost one that is neither in torch nor ours, nor in the paths `beyond`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_BENEATH) and not (beyond and _path(filename).startswith(beyond)):
+            return f"{_path(filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def called_from(file: str) -> bool:
+    """Whether a call that is going on is written in a file whose path ends like this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
+        frame = frame.f_back
+    return frame is not None
+
+
+def raised_at(trace: TracebackType | None) -> str | None:
+    """The file:line where an exception left the user's code: its innermost line of their own."""
+    where = None
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if is_own(filename):
+            where = f"{_path(filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return where

@@ -14,7 +14,7 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count, pairwise
 from threading import Timer, get_ident
 from types import CodeType, FrameType, FunctionType
@@ -26,10 +26,10 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatout.inside import recorder as recorder_module
-from flatout.inside.calls import batch_size, caller
-from flatout.inside.patches import TABLE, Patches, PatchPoint, Stage
-from flatout.inside.recorder import COPY, DATA, GC, OPTIMIZER, START, SYNC, Recorder
+from flatout.inside.patches import TABLE, Call, Patches, PatchPoint, Stage
+from flatout.inside.recorder import COPY, DATA, GC, OPTIMIZER, SYNC, Recorder
 from flatout.inside.root_modules import RootModules, WeakIdMap
+from flatout.inside.stacks import caller
 
 if TYPE_CHECKING:
     from flatout.inside.recording import Recording
@@ -58,6 +58,7 @@ class Timing:
         self._optimizers = WeakIdMap()
         self._optimizer_calls = 0
         self._steps_elsewhere = 0
+        self._pid = os.getpid()
 
     @property
     def off(self) -> bool:
@@ -66,23 +67,24 @@ class Timing:
 
     def install(self) -> None:
         """Put every wrapper in place."""
-        self._roots.start_timing(self._time, self._recorder)
-        for where, build in (
-            (f"{_ITERATOR}.__next__", self._next_batch),
-            (f"{_LOADER}.__iter__", self._pass_begins),
-            ("queue.Queue.get", self._get_from_queue),
-            ("torch.autograd.backward", self._run_backward),
-            ("torch.compile", self._compile_and_time),
-            ("torch.autocast.__enter__", self._enter_autocast),
-            ("torch.amp.grad_scaler.GradScaler.step", self._scaler_step),
-            ("torch.Tensor.to", self._move),
-            ("os._exit", self._hard_exit),
-        ):
-            self._time.time(where, build)
+        time = self._time
+        self._roots.start_timing(time, self._recorder)
+        time.time(f"{_ITERATOR}.__next__", self._next_batch)
+        time.time("queue.Queue.get", self._get_from_queue)
+        time.time("torch.autograd.backward", self._run_backward)
+        time.time("torch.autocast.__enter__", self._enter_autocast)
+        time.time("torch.Tensor.to", self._move)
+        time.around(f"{_LOADER}.__iter__", self._begin_pass)
+        time.around("torch.compile", self._compile_and_time)
+        time.around("torch.amp.grad_scaler.GradScaler.step", self._scaler_step)
+        time.before("os._exit", self._close_before_exit)
+        time.after(
+            "torch.optim.optimizer.Optimizer.__init__", lambda optimizer, *_, **__: self._optimizers.put(optimizer)
+        )
         self._install_optimizer_steps()
         self._install_collections()
         self._install_phases()
-        self._time.patches.when_imported("torch._dynamo.eval_frame", _skip_our_code)
+        time.patches.when_imported("torch._dynamo.eval_frame", _skip_our_code)
 
     def remove(self) -> None:
         """Take them off."""
@@ -111,15 +113,9 @@ class Timing:
             for where in patch.attributes:
                 self._time.time(where, functools.partial(self._build_phase, special.get(where, phase), patch.computes))
 
-    def _hard_exit(self, point: PatchPoint) -> Any:
-        owner = os.getpid()
-
-        def exit_after_close(status: int) -> None:
-            if os.getpid() == owner:
-                self._recording.close()
-            point.call(status)
-
-        return exit_after_close
+    def _close_before_exit(self, status: int) -> None:
+        if os.getpid() == self._pid:
+            self._recording.close()
 
     def _build_phase(self, phase: Phase, computes: bool, point: PatchPoint) -> Any:
         """A call is timed as the phase that `phase(*arguments)` names; None lets it pass.
@@ -163,22 +159,15 @@ class Timing:
 
         return next_batch
 
-    def _pass_begins(self, point: PatchPoint) -> Any:
-        timed = self._build_phase(_always(START), False, point)
-
-        def begin_pass(loader: Any) -> Any:
-            number = None
-            if not self.off:
-                number = self._guarded(self._number_of, loader)
-                self._guarded(self._recording.loader_seen, number, loader)
-            iterator = timed(loader)
-            if isinstance(iterator, torch_loader._BaseDataLoaderIter):  # PyTorch's, and those of flatout.feed
-                iterator._flatout_loader = number or 0  # type: ignore[attr-defined]
-                if not loader.num_workers:  # PyTorch's does not hold it, and the check for writes ends with it
-                    iterator._flatout_of = loader  # type: ignore[attr-defined]
-            return iterator
-
-        return begin_pass
+    def _begin_pass(self, call: Call, loader: Any) -> Any:
+        number = self._guarded(self._number_of, loader)
+        self._guarded(self._recording.loader_seen, number, loader)
+        iterator = call(loader)
+        if isinstance(iterator, torch_loader._BaseDataLoaderIter):  # PyTorch's, and those of flatout.feed
+            iterator._flatout_loader = number or 0  # type: ignore[attr-defined]
+            if not loader.num_workers:  # PyTorch's does not hold it, and the check for writes ends with it
+                iterator._flatout_of = loader  # type: ignore[attr-defined]
+        return iterator
 
     def _number_of(self, loader: Any) -> int:
         """A number for each loader that is never given to another, as an id may be."""
@@ -274,14 +263,11 @@ class Timing:
 
         return entered
 
-    def _compile_and_time(self, point: PatchPoint) -> Any:
-        def compile_and_time(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            compiled = point.call(model, *args, **kwargs)
-            if model is None or isinstance(model, torch.nn.Module) or self.off:
-                return compiled  # a decorator comes back here with its function; a module is timed as such
-            return self._around_compiled(model, compiled)
-
-        return compile_and_time
+    def _compile_and_time(self, call: Call, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        compiled = call(model, *args, **kwargs)
+        if model is None or isinstance(model, torch.nn.Module) or self.off:
+            return compiled  # a decorator comes back here with its function; a module is timed as such
+        return self._around_compiled(model, compiled)
 
     def _around_compiled(self, function: Any, compiled: Any) -> Any:
         """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters written to."""
@@ -321,73 +307,54 @@ class Timing:
 
     def _install_optimizer_steps(self) -> None:
         recorder, time = self._recorder, self._time
-        running: list[int] = []  # steps that have begun, and how deep among the phases: one may call another
+        running: list[
+            int
+        ] = []  # steps that have begun, and how deep among the phases (0: not split); one may call another
 
-        def forget_what_raised(frame: FrameType) -> None:
+        def leave_raised(frame: FrameType) -> None:
             """Only steps whose frames are there still go on. (The frames are not held: they hold what callers have.)"""
-            while len(running) > _callers_like(frame):
-                leave()
-
-        def begin(frame: FrameType) -> None:
-            forget_what_raised(frame)
-            running.append(recorder.optimizer_begins())
-
-        def leave() -> None:
-            depth = running.pop()
-            if depth:
-                recorder.leave(depth)
-
-        def end(optimizer: Any) -> None:
-            self._optimizer_calls += 1
-            if running:
-                leave()
-            if not running:
-                self._stepped(optimizer)
+            going_on = _callers_like(frame)
+            depths = [depth for depth in running[going_on:] if depth]
+            del running[going_on:]
+            if depths:
+                recorder.leave(depths[0])
 
         def before(optimizer: Any, *_: Any) -> None:
             if is_dynamo_compiling() or time.off or get_ident() != recorder.thread:
                 return
-            frame = sys._getframe(1)
-            if not recorder.light:
-                self._guarded(begin, frame)
-                return
             if running:
-                self._guarded(forget_what_raised, frame)
-            running.append(0)
+                self._guarded(leave_raised, sys._getframe(1))
+            depth = 0
+            if not recorder.light:
+                depth = self._guarded(recorder.optimizer_begins) or 0
+            running.append(depth)
 
         def after(optimizer: Any, *_: Any) -> None:
             if is_dynamo_compiling() or time.off:
                 return
-            if recorder.light and running == [0] and get_ident() == recorder.thread:
-                running.clear()
-                self._optimizer_calls += 1
-                self._stepped(optimizer)
-                return
-            if get_ident() == recorder.thread:
-                self._steps_elsewhere = 0
-            elif recorder.steps and self._steps_elsewhere < _STEPS_TO_FOLLOW:
+            if get_ident() != recorder.thread:
                 self._steps_elsewhere += 1
-                return
-            else:
+                if recorder.steps and self._steps_elsewhere <= _STEPS_TO_FOLLOW:
+                    return
                 running.clear()
                 self._guarded(recorder.move_here)
-            self._guarded(end, optimizer)
+            self._steps_elsewhere = 0
+            self._optimizer_calls += 1
+            depth = running.pop() if running else 0
+            if depth:
+                self._guarded(recorder.leave, depth)
+            if not (running or time.off):
+                self._stepped(optimizer)
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             time.on_leaving(handle.remove)
-        time.after(
-            "torch.optim.optimizer.Optimizer.__init__", lambda optimizer, *_, **__: self._optimizers.put(optimizer)
-        )
 
-    def _scaler_step(self, point: PatchPoint) -> Any:
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            calls = self._optimizer_calls
-            result = point.call(scaler, optimizer, *args, **kwargs)
-            if calls == self._optimizer_calls and not self.off and get_ident() == self._recorder.thread:
-                self._stepped(optimizer)  # infinities were found and the optimizer was left out: the step is over
-            return result
-
-        return step
+    def _scaler_step(self, call: Call, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = self._optimizer_calls
+        result = call(scaler, optimizer, *args, **kwargs)
+        if calls == self._optimizer_calls and not self.off and get_ident() == self._recorder.thread:
+            self._stepped(optimizer)  # infinities were found and the optimizer was left out: the step is over
+        return result
 
     def _stepped(self, optimizer: Any) -> None:
         """An optimizer is through. The recording may end the run here, with an exception that is none of ours."""
@@ -430,21 +397,46 @@ class Timing:
             else:
                 time.guarded(recorder.pop)
 
-        def build(point: PatchPoint) -> Any:
-            def report_or_raise(unraisable: Any) -> None:
-                """A signal during a collection runs its handler in our callback, where nothing can be raised."""
-                problem = unraisable.exc_value
-                # It may come again while another's callback runs.
-                if problem is not None and (unraisable.object is collecting or hasattr(problem, "_flatout_again")):
-                    _raise_later(get_ident(), problem)
-                else:
-                    point.call(unraisable)
+        def report_or_raise(call: Call, unraisable: Any) -> None:
+            """A signal during a collection runs its handler in our callback, where nothing can be raised."""
+            problem = unraisable.exc_value
+            # It may come again while another's callback runs.
+            if problem is not None and (unraisable.object is collecting or hasattr(problem, "_flatout_again")):
+                _raise_later(get_ident(), problem)
+            else:
+                call(unraisable)
 
-            return report_or_raise
-
-        time.time("sys.unraisablehook", build)
+        time.around("sys.unraisablehook", report_or_raise)
         gc.callbacks.append(collecting)
         time.on_leaving(lambda: gc.callbacks.remove(collecting))
+
+
+def batch_size(batch: Any) -> int | None:
+    """How many samples a batch has: the length of the first tensor or list found in it."""
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
+        return batch[0].shape[0]  # nearly always
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, list | tuple):
+        items: Any = batch
+    elif hasattr(batch, "keys"):
+        items = (batch[key] for key in batch)
+    else:
+        return None
+    for item in items:
+        size = batch_size(item)
+        if size is not None:
+            return size
+    return len(batch) if isinstance(batch, list) else None
+
+
+def tensors_in(batch: Any) -> list[Any]:
+    """Every tensor of a batch, in order."""
+    if isinstance(batch, Mapping):
+        return [tensor for item in batch.values() for tensor in tensors_in(item)]
+    if isinstance(batch, list | tuple):
+        return [tensor for item in batch for tensor in tensors_in(item)]
+    return [batch] if isinstance(batch, torch.Tensor) else []
 
 
 def _phase_of_move(tensor: Any, *args: Any, **kwargs: Any) -> str | None:

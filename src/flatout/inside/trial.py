@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.inside.calls import tensors_in
 from flatout.inside.patches import Subscriber
 from flatout.inside.recorder import HELD, Recorder
+from flatout.inside.timing import tensors_in
 from flatout.launch.protocol import MOST_STEPS, Options
 from flatout.model.stats import BLOCKS, FEW_STEPS, block_means, error_of, half_width
 

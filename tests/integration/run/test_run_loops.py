@@ -109,13 +109,13 @@ def test_a_step_that_is_not_looked_at_closely_takes_few_calls_of_ours(tmp_path: 
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number, (x, y) in enumerate(loader(BATCH * 360)):
-            if number == 260:  # what the loop does to its dataset is looked at before
+            if number == 310:  # what the loop does to its dataset is looked at before, and facts are written at 300
                 sys.setprofile(count)
             learn(model, optimizer, x.to("cpu"), y.to("cpu"))
         sys.setprofile(None)
 
     observe(tmp_path, train, closely=False)
-    assert sum(calls.values()) / 100 < 40, calls.most_common(20)
+    assert sum(calls.values()) / 50 < 30, calls.most_common(20)
 
 
 @AS_ANY

@@ -16,12 +16,12 @@ import torch
 from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.utils._pytree import tree_map_only
 
-from flatout.inside.calls import caller
 from flatout.inside.changes.ledger import Ledger, LiveChange
 from flatout.inside.compiler import draw_as_eager, round_as_eager
 from flatout.inside.fingerprints import FingerprintLog
 from flatout.inside.patches import Subscriber, original
 from flatout.inside.root_modules import Call, RootModules, WeakIdMap
+from flatout.inside.stacks import caller
 
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _CAPTURING = ("reduce-overhead", "max-autotune")  # ways to compile that make CUDA graphs

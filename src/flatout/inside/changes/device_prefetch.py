@@ -30,9 +30,9 @@ from torch.utils.data import _DatasetKind
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.feed.iterator import NOT_YET, FeedIterator
-from flatout.inside.calls import tensors_in
 from flatout.inside.changes.ledger import Ledger, LiveChange
 from flatout.inside.patches import Subscriber, original
+from flatout.inside.timing import tensors_in
 
 SMALL_BYTES = 16 << 20  # about 0.3 ms on the bus
 SURE_AFTER = 8  # batches in a row

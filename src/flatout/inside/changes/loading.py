@@ -26,11 +26,11 @@ from flatout.feed.deferred.batch import CompiledPrograms, call_on_first_use, run
 from flatout.feed.fork_server import limit_threads
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import why_not_deferred
-from flatout.inside.calls import caller
 from flatout.inside.changes.device_prefetch import DevicePrefetch, SideStream, fetch_without_a_span
 from flatout.inside.changes.ledger import Ledger, LiveChange
 from flatout.inside.patches import Subscriber
 from flatout.inside.root_modules import WeakIdMap
+from flatout.inside.stacks import caller
 from flatout.model.changes import named
 from flatout.model.frameworks import BUILD_LOADERS
 
