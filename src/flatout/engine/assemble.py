@@ -145,21 +145,13 @@ def assemble(config: Config, ranks: Ranks, size_before: int | None = None) -> Tr
     optimizer, fused = _build_optimizer(config.optimizer, model, device)
     augmentation = _build_augmentation(config, device)
     _seed((config.train.seed + ranks.rank) % 2**32)
-    decisions = [fused]
     size, why = size_before or config.train.batch_size, "as it was in this run before"
     if size == "auto":
         size, why = _fastest(config, model, criterion, optimizer, augmentation, train_set, ranks)
-    if config.train.batch_size == "auto":
-        decisions.append(Decision("train.batch_size", str(size), why, instead=True))
-    pieces = min(config.train.accumulate, size)
-    if config.train.batch_size == "auto" or config.train.lr_rule != "none":
-        rate = scale_learning_rate(optimizer, config.train, size * ranks.world)
-        decisions.append(Decision("train.lr_rule", config.train.lr_rule, rate, instead=True))
-    in_force = config.train.model_copy(update={"batch_size": size, "accumulate": pieces})
-    config = config.model_copy(update={"train": in_force})
-    loader = train_loader(data, train_set, size, in_force.seed, ranks, in_force.epochs)
-    if data.workers == 0 and data.on_bad_sample == "skip":
-        decisions.append(Decision("data.on_bad_sample", "raise", "without workers nothing is left out", instead=True))
+    decisions = [fused, *_instead(config, optimizer, size, why, ranks)]
+    in_force = {"batch_size": size, "accumulate": min(config.train.accumulate, size)}
+    config = config.model_copy(update={"train": config.train.model_copy(update=in_force)})
+    loader = train_loader(data, train_set, size, config.train.seed, ranks, config.train.epochs)
     metrics = {name: _build_comparison(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)
     validation = None
@@ -181,6 +173,18 @@ def assemble(config: Config, ranks: Ranks, size_before: int | None = None) -> Tr
     )
     trainer.decisions += decisions
     return trainer
+
+
+def _instead(config: Config, optimizer: torch.optim.Optimizer, size: int, why: str, ranks: Ranks) -> Iterator[Decision]:
+    """What is in force instead of what the config says; the learning rate is scaled to the batch here."""
+    found = config.train.batch_size == "auto"
+    if found:
+        yield Decision("train.batch_size", str(size), why, instead=True)
+    if found or config.train.lr_rule != "none":
+        rate = scale_learning_rate(optimizer, config.train, size * ranks.world)
+        yield Decision("train.lr_rule", config.train.lr_rule, rate, instead=True)
+    if config.data.workers == 0 and config.data.on_bad_sample == "skip":
+        yield Decision("data.on_bad_sample", "raise", "without workers nothing is left out", instead=True)
 
 
 def _seed(number: int) -> None:
