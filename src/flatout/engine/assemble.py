@@ -322,30 +322,27 @@ def fastest_batch(step: TrainStep, first: Any, most: int, share: float, ranks: R
 
 def _try_batch(step: TrainStep, batch: Any, device: torch.device) -> tuple[float, float]:
     """Seconds a step takes, and the share of the GPU's memory that it needs (2 if it does not fit)."""
-    on_gpu = device.type == "cuda"
-    pieces_before = step.accumulate
-    started = 0.0
+    on_gpu, pieces_before = device.type == "cuda", step.accumulate
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     try:
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        for number in range(_WARM_UP + _TIMED):
-            if number == _WARM_UP:
-                if on_gpu:
-                    torch.cuda.synchronize(device)
-                started = time.perf_counter()
-            step(batch)
-            # It ran out of memory, and went on in smaller pieces.
-            if step.accumulate != pieces_before:
-                return 1.0, 2.0
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        seconds = 0.0
+        for count in (_WARM_UP, _TIMED):
+            started = time.perf_counter()
+            for _ in range(count):
+                step(batch)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            seconds = (time.perf_counter() - started) / count
+        fits = step.accumulate == pieces_before  # else it ran out of memory, and went on in smaller pieces
     except Exception as problem:
         if not out_of_memory(problem):
             raise
-        return 1.0, 2.0
+        fits = False
     finally:
         step.accumulate = pieces_before
-    seconds = (time.perf_counter() - started) / _TIMED
+    if not fits:
+        return 1.0, 2.0
     if not on_gpu:
         return seconds, 0.0
     _, total = torch.cuda.mem_get_info(device)
