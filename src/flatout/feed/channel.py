@@ -1,7 +1,7 @@
 """How the training process and its workers talk: one socket a worker, whole messages, file descriptors along.
 
-    training process ──► worker   StartWorker, NewSlot, DropSlot, Task, Cancel      (end of the socket: go)
-    worker ──► training process   for every Task one of Done, Failed, Skipped       (end of the socket: it died)
+    training process ──► worker   its board, then NewSlot, DropSlot, Task   (end of the socket: go)
+    worker ──► training process   for every Task Done or Failed             (end of the socket: it died)
 
 `SOCK_SEQPACKET` keeps the borders between messages in the kernel: a process killed while it sends leaves a
 whole message or none, and no lock that anybody waits for. What is too long for a message travels in a
@@ -50,10 +50,6 @@ class Recipe:
     defer: bool = False  # transforms are noted by samples, and done to whole batches on the GPU
 
 
-class StartWorker(NamedTuple):
-    """The first message to a worker; its board comes along (see `worker`)."""
-
-
 class NewSlot(NamedTuple):
     """Memory to build batches in; its descriptor comes along."""
 
@@ -75,10 +71,6 @@ class Task(NamedTuple):
     slot: int | None = None
 
 
-class Cancel(NamedTuple):
-    ticket: int
-
-
 class Done(NamedTuple):
     """A batch: what to unpack it from, what there is to learn from it, and what making it took."""
 
@@ -98,14 +90,8 @@ class Failed(NamedTuple):
     error: ExceptionWrapper
 
 
-class Skipped(NamedTuple):
-    """A task that was cancelled before it was begun."""
-
-    ticket: int
-
-
-Message = StartWorker | NewSlot | DropSlot | Task | Cancel | Done | Failed | Skipped
-_KINDS: tuple[Any, ...] = (StartWorker, NewSlot, DropSlot, Task, Cancel, Done, Failed, Skipped)
+Message = NewSlot | DropSlot | Task | Done | Failed
+_KINDS: tuple[Any, ...] = (NewSlot, DropSlot, Task, Done, Failed)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 

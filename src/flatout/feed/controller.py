@@ -1,13 +1,12 @@
 """How many workers, and how many batches ahead: a small state machine over what was measured in the last
 window.
 
-    the loop waits, workers all busy  ──► more workers, as long as each step brings more batches a second; then fewer,
-                                          unless each computes on a core of its own, kept if they bring as many
+    the loop waits, workers all busy  ──► more workers, as long as they bring more batches a second
     the loop waits, workers not busy  ──► more batches ahead (uneven samples), else nothing
     the loop never waits              ──► fewer workers, down to the fewest that keep up
     a pass takes less time to make than its workers took to start ──► none in the next pass
 
-Every step is compared with the pace before it and taken back when it brought nothing. Counts that were found
+Every step is compared with the pace before it, and taken back as far as it brought nothing. Counts that were found
 to be too many or too few are remembered, so the numbers settle. `Controller` has no clock: an `Observation`
 says how long its window was. `Tuning` measures the windows of one loader, and knows of the other loaders
 that share its cores.
@@ -36,8 +35,7 @@ MIN_GAIN = 1.025  # a step up has to bring this much
 CLEAR_GAIN = 1.15  # a difference of this much is no accident
 LOOKS = 4  # windows that are looked at where a difference is not clear
 FIRST_LEAP, LATER_LEAP = 3.0, 1.5  # times as many workers at once; the second after a step went too far
-FEWER = 0.75  # times as many workers are tried where no more are to be had
-COMPUTES = 0.85  # share of its work that a worker computes where fewer could not do as much
+FEWER = 0.75  # times as many workers, below which a step is taken back a part of the way
 KEEPS_UP = 0.85  # how busy workers may be where the loop is the limit
 REMEMBER_WINDOWS = 40  # after which a limit that was found is tried again; then twice as many each time
 WINDOW_S, WINDOW_BATCHES = 1.0, 8  # how long a window is, and how many batches it has at least
@@ -73,11 +71,6 @@ class Observation:
         batches come in bursts, with long waits between.
         """
         return self.workers * self.made / self.made_s
-
-    @property
-    def computes(self) -> bool:
-        """Whether workers wait neither for a core nor for anything else."""
-        return self.cpu_s > COMPUTES * self.made_s
 
     @property
     def cpu_share(self) -> float:
@@ -153,7 +146,7 @@ class Controller:
             self._warming_up = True
             self.why = f"batches take unevenly long: {self.depth:g} ahead a worker"
         elif seen.busy >= BUSY:
-            self._more_or_fewer(seen, ceiling)
+            self._more(seen, ceiling)
         else:
             self.why = "the loop waits, but not for workers"
 
@@ -183,16 +176,13 @@ class Controller:
             return True
         return False
 
-    def _more_or_fewer(self, seen: Observation, ceiling: int) -> None:
+    def _more(self, seen: Observation, ceiling: int) -> None:
         takes_s = max(seen.seconds - seen.waited_s, 1e-9)  # the loop, for as many batches
         needed = math.ceil(min(seen.made_s / takes_s / KEEPS_UP, 1e6))
-        most = min(ceiling, self._too_many - 1)
-        more = min(most, max(self.workers + 1, min(needed, int(self._leap * self.workers))))
-        fewer = int(FEWER * self.workers)
+        leap = max(self.workers + 1, min(needed, int(self._leap * self.workers)))
+        more = min(ceiling, self._too_many - 1, leap)
         if more > self.workers:
             self._try(more, "every worker is busy and the loop waits")
-        elif fewer > self._too_few and not seen.computes and len(self._recent) >= LOOKS:
-            self._try(fewer, "whether fewer bring as much")
         elif self.workers == ceiling:
             self.why = f"no more than {ceiling} on {seen.cores:g} cores"
         else:

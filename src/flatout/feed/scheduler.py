@@ -20,7 +20,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from flatout.feed import packing, randomness
-from flatout.feed.channel import Cancel, Done, Failed, Recipe, Task
+from flatout.feed.channel import Done, Recipe, Task
 from flatout.feed.controller import Tuning
 from flatout.feed.randomness import Key
 from flatout.feed.slots import Slots
@@ -150,7 +150,7 @@ class BatchScheduler:
         if self._epoch is None or (epoch is not None and epoch is not self._epoch):
             return
         for batch in self._table:
-            self._drop(batch)
+            batch.drop()
         self._table.clear()
         self._waiting.clear()
         self._finish_pass()
@@ -175,14 +175,6 @@ class BatchScheduler:
         if not self.closed:
             self.leave()
             self._end()
-
-    def _drop(self, batch: Batch) -> None:
-        batch.dropped = True
-        for worker in self.pool:
-            for ticket, assignment in worker.tasks.items():
-                if assignment.batch is batch:
-                    self.pool.send(worker, Cancel(ticket))
-        batch.release()
 
     # --- the loop's side -------------------------------------------------------------------------
 
@@ -255,7 +247,7 @@ class BatchScheduler:
         if handed_out is not None:
             batches.insert(0, handed_out)
         for batch in batches:
-            self._drop(batch)
+            batch.drop()
         self._table = deque(Batch(batch.number, batch.indices) for batch in batches)
         self._waiting.clear()
         self._end_workers()
@@ -341,17 +333,15 @@ class BatchScheduler:
             return
         for idle in [worker for worker in self.pool if not worker.tasks and not worker.retiring]:
             stuck = [
-                (assignment.batch.number, ticket, owner, assignment.batch)
+                assignment.batch
                 for owner in self.pool
-                for ticket, assignment in list(owner.tasks.items())[1:]
+                for assignment in list(owner.tasks.values())[1:]
                 if assignment.batch.given == 1 and assignment.batch.wanted
             ]
             if not stuck:
                 return
-            _, ticket, owner, batch = min(stuck, key=lambda entry: entry[:2])
-            # If its owner has begun it all the same, the result that comes first counts.
-            if self._give(batch, idle):
-                self.pool.send(owner, Cancel(ticket))
+            # Its owner may come to it all the same: the result that comes first counts.
+            self._give(min(stuck, key=lambda batch: batch.number), idle)
 
     # --- taking in -------------------------------------------------------------------------------
 
@@ -366,10 +356,8 @@ class BatchScheduler:
             batch.given -= 1
             if batch.wanted and isinstance(message, Done):
                 fds = self._on_done(assignment, message, fds)
-            elif batch.wanted and isinstance(message, Failed):
+            elif batch.wanted:
                 batch.fail(message.error)
-            elif batch.wanted and not batch.given:  # it was cancelled, and turns out to be wanted
-                self._waiting.appendleft(batch)
             for fd in fds:
                 os.close(fd)
             self._end_writing(assignment)

@@ -23,7 +23,7 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from flatout.feed import channel, packing, randomness
-from flatout.feed.channel import Cancel, Done, DropSlot, Failed, NewSlot, Recipe, Skipped, Task, decode, encode
+from flatout.feed.channel import Done, DropSlot, Failed, NewSlot, Recipe, Task, decode, encode
 from flatout.feed.dataset_check import CacheGrowth
 
 _NO_ROW = -1
@@ -49,7 +49,6 @@ class _Worker:
         self._board[2] = os.getpid()
         self._slots: dict[int, memoryview] = {}
         self._queue: deque[Task] = deque()
-        self._cancelled: set[int] = set()
         self._schedstat: int | None = None  # a sandboxed kernel may have none
         with contextlib.suppress(OSError):
             self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
@@ -73,10 +72,6 @@ class _Worker:
         if not self._queue:
             return
         task = self._queue.popleft()
-        if task.ticket in self._cancelled:
-            self._cancelled.discard(task.ticket)
-            channel.send(self._channel, encode(Skipped(task.ticket)))
-            return
         self._board[0], self._board[1] = task.ticket, _NO_ROW
         self._answer(task)
         self._board[0] = 0
@@ -91,9 +86,6 @@ class _Worker:
             message = decode(fields)
             if isinstance(message, Task):
                 self._queue.append(message)
-            elif isinstance(message, Cancel):
-                if any(task.ticket == message.ticket for task in self._queue):
-                    self._cancelled.add(message.ticket)
             elif isinstance(message, NewSlot):
                 self._slots[message.slot] = packing.map_file(fds[0], populate=True)
             elif isinstance(message, DropSlot):

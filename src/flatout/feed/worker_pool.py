@@ -21,7 +21,7 @@ from socket import socket
 from typing import Any
 
 from flatout.feed import channel, packing
-from flatout.feed.channel import DropSlot, Message, NewSlot, Recipe, Span, StartWorker, decode, encode
+from flatout.feed.channel import DropSlot, Message, NewSlot, Recipe, Span, decode, encode
 from flatout.feed.fork_server import Starter, starter_for
 from flatout.feed.slots import Slot
 from flatout.model.errors import FlatoutError
@@ -59,6 +59,11 @@ class Batch:
     def wanted(self) -> bool:
         """Whether it is still to be made."""
         return not self.dropped and not self.finished
+
+    def drop(self) -> None:
+        """Whoever is at it may go on: what comes of it is thrown away."""
+        self.dropped = True
+        self.release()
 
     def fail(self, problem: Any) -> None:
         """There will be no data, only something to raise."""
@@ -170,7 +175,8 @@ class WorkerPool:
             worker = WorkerHandle(self._started, near, memoryview(mmap.mmap(board, _BOARD_BYTES)).cast("q"))
             self._workers[near.fileno()] = worker
             self._poll.register(near, select.POLLIN)
-            self.send(worker, StartWorker(), board)
+            with contextlib.suppress(OSError):  # it has died already: the end of its channel comes next
+                channel.send(near, None, [board])
         finally:
             os.close(board)
         return worker

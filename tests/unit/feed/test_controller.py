@@ -89,14 +89,6 @@ def test_no_core_is_given_up_on_a_machine_that_drifts() -> None:
     assert set(counts) == {16}
 
 
-@pytest.mark.parametrize("declared", [16, 40])
-def test_comes_down_where_fewer_bring_as_much(declared: int) -> None:
-    """GIVEN a disk that gives 50 batches a second, and cores that others use WHEN it begins with all THEN few stay."""
-    counts = run(Controller(declared, cores=16), lambda workers: min(50.0, 10.0 * workers), delay_share=0.2)
-    assert 5 <= counts[-1] <= 7
-    assert max(counts[20:]) <= 9, "it knows by then that more bring nothing"
-
-
 @pytest.mark.parametrize("declared", [1, 4, 16, 40])
 def test_uses_few_workers_where_the_gpu_is_the_limit(declared: int) -> None:
     """GIVEN a consumer that three workers can just feed, THEN it ends with three to five, and never lets it wait."""
@@ -214,15 +206,6 @@ def test_a_step_down_is_taken_back_when_the_consumer_waits_though_it_became_fast
         run(controller, sixteen_cores, demand=15, windows=slow_windows)
         counts = run(controller, sixteen_cores, windows=14)
         assert sixteen_cores(counts[-1]) >= 0.97 * 160, slow_windows
-
-
-def test_fewer_workers_are_tried_less_and_less_often_where_batches_are_uneven() -> None:
-    """GIVEN four cores, all needed, that others use too, and a pace that seems to change by a quarter in a second."""
-    controller, uneven = Controller(4, cores=4), itertools.cycle([1.0, 1.3, 0.8, 1.1, 1.35, 0.75])
-    counts = run(controller, lambda workers: 10.0 * workers * next(uneven), cores=4, windows=120, delay_share=0.2)
-    downs = [number for number, count in enumerate(counts[1:], 1) if count < 4 <= counts[number - 1]]
-    assert len(downs) <= 5
-    assert sum(count == 4 for count in counts) >= 100
 
 
 def test_a_number_that_memory_allows_is_not_exceeded_by_taking_a_step_back() -> None:

@@ -6,7 +6,6 @@ the worker, bit for bit; what the GPU computes may differ by rounding.
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 import pickle
@@ -26,9 +25,16 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from flatout.feed import LoaderOptions, iterator_for, randomness
 from flatout.feed.deferred import batch as batches
 from flatout.feed.deferred import samples as sampling
-from flatout.feed.deferred.batch import CompiledPrograms, DeferredBatch, TransformStep, call_on_first_use, run_program
+from flatout.feed.deferred.batch import (
+    CompiledPrograms,
+    DeferredBatch,
+    TransformStep,
+    call_on_first_use,
+    materialize,
+    run_program,
+)
 from flatout.feed.deferred.expression import SampleRecording, as_program
-from flatout.feed.deferred.lazy import LazyTensor, collatable, materialize_sample
+from flatout.feed.deferred.lazy import LazyTensor, collatable
 from flatout.feed.deferred.samples import LazySamples, recording_samples, same_sample
 
 SIZE = (48, 32)  # width, height
@@ -265,9 +271,7 @@ def test_an_array_sees_writes_through_all_of_its_views(change: str) -> None:
 
     lazy, plain = twice(make, 2)
     assert same_sample(lazy, plain)
-    assert all(
-        np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(materialize_sample(lazy), plain, strict=True)
-    )
+    assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(materialize(lazy), plain, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +294,7 @@ def test_a_tensor_sees_writes_through_all_of_its_views(change: str) -> None:
 
     lazy, plain = twice(make, 2)
     assert same_sample(lazy, plain)
-    assert all(map(torch.equal, materialize_sample(lazy), plain))
+    assert all(map(torch.equal, materialize(lazy), plain))
 
 
 PICTURES = (
@@ -358,7 +362,7 @@ def test_random_code_gives_the_same_result_as_without_recording(seeds: range) ->
         if recording.failed:
             continue
         for name in ("v0", "v1", "v2", "v3"):
-            one, other = plain.get(name), materialize_sample(lazy.get(name))
+            one, other = plain.get(name), materialize(lazy.get(name))
             assert np.array_equal(np.asarray(one), np.asarray(other)), "\n".join([f"{name} of {seed}:", *lines])
 
 
@@ -393,7 +397,7 @@ def test_lazy_values_keep_when_their_image_and_constants_change() -> None:
     for one, plain in zip(lazy, wanted, strict=True):
         assert all(isinstance(part, LazyTensor) for part in one)
         assert same_sample(one, plain)
-        assert all(np.array_equal(real, part) for real, part in zip(materialize_sample(one), plain, strict=True))
+        assert all(np.array_equal(real, part) for real, part in zip(materialize(one), plain, strict=True))
 
 
 def test_a_kept_lazy_array_works_after_recording_has_ended() -> None:
@@ -402,7 +406,7 @@ def test_a_kept_lazy_array_works_after_recording_has_ended() -> None:
     def make(index: int) -> Any:
         if index not in kept:
             kept[index] = np.asarray(picture(index), dtype=np.float32) / 255
-        return collections.UserDict(pixels=kept[index], label=index)
+        return {"pixels": kept[index], "label": index}
 
     samples = LazySamples(Photos(make))
     for index in (0, 0, 1, 1):

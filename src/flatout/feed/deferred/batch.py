@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 # How pixels are moved; a later way can do what an earlier one does: nothing moves, pixels swap places, the nearest
 # pixel is taken, or pixels are interpolated.
@@ -280,14 +281,12 @@ class PlaceholderTensor(Tensor):
 
 
 def materialize(thing: Any) -> Any:
-    """The same with everything lazy in it computed: arguments of a call, in lists, tuples and dicts."""
-    if hasattr(type(thing), "materialize"):
-        return thing.materialize()
-    if type(thing) in (list, tuple):
-        return type(thing)(materialize(part) for part in thing)
-    if type(thing) is dict:
-        return {key: materialize(part) for key, part in thing.items()}
-    return thing
+    """The same with everything lazy in it computed: the arguments of a call, or a sample."""
+    return tree_map(_materialized, thing)
+
+
+def _materialized(part: Any) -> Any:
+    return part.materialize() if hasattr(type(part), "materialize") else part
 
 
 class DeferredBatch(PlaceholderTensor):

@@ -6,11 +6,11 @@ one, which stands for it from then on.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from flatout.feed.deferred.batch import MOVES, DeferredBatch, PlaceholderTensor, materialize, merge_programs
 from flatout.feed.deferred.expression import (
@@ -219,6 +220,22 @@ _UFUNCS: dict[Any, tuple[str, Callable[..., Any] | None]] = {  # and the operato
 _METHODS = {np.clip: "clip", np.mean: "mean", np.transpose: "transpose"}
 
 
+def _recorded(record: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of numpy's that the real array answers where `record` gives nothing, or knows no such argument."""
+
+    @functools.wraps(record)
+    def method(array: LazyArray, *args: Any, **kwargs: Any) -> Any:
+        result = None
+        if array.expression is not None:
+            with contextlib.suppress(TypeError):
+                result = record(array, *args, **kwargs)
+        if result is None:
+            result = getattr(array.materialize(), record.__name__)(*materialize(args), **materialize(kwargs))
+        return result
+
+    return method
+
+
 class LazyArray(LazyObject, NDArrayOperatorsMixin):
     """To Python and to numpy's own functions, a numpy array."""
 
@@ -281,45 +298,42 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
         given = [arg.materialize() if type(arg) is LazyArray else arg for arg in args]
         return func(*given, **{key: materialize(arg) for key, arg in (kwargs or {}).items()})
 
-    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+    @_recorded
+    def astype(self, dtype: Any, *, copy: bool = True) -> Any:
         """As another type, or a copy; with `copy=False` itself where nothing has to be done."""
-        expression, wanted = self.expression, np.dtype(dtype)
-        if expression is None or args or set(kwargs) - {"copy"} or not wanted.isnative:
-            return self.materialize().astype(dtype, *args, **kwargs)
+        wanted = np.dtype(dtype)
+        if not wanted.isnative:
+            return None
         if wanted == self.dtype:
-            return LazyArray(expression) if kwargs.get("copy", True) else self
-        cast = expression.cast(wanted.name, lambda array: array.astype(dtype))
-        return self.materialize().astype(dtype) if cast is None else LazyArray(cast)
+            return LazyArray(self._expression) if copy else self
+        cast = self._expression.cast(wanted.name, lambda array: array.astype(dtype))
+        return None if cast is None else LazyArray(cast)
 
-    def copy(self, *args: Any, **kwargs: Any) -> Any:
+    @_recorded
+    def copy(self) -> Any:
         """Another array in memory of its own, in C order."""
-        expression = self.expression
-        if expression is None or args or kwargs:
-            return self.materialize().copy(*args, **kwargs)
-        return LazyArray(expression.then("copy", lambda array: array.copy()))
+        return LazyArray(self._expression.then("copy", lambda array: array.copy()))
 
-    def clip(self, *limits: Any, **kwargs: Any) -> Any:
+    @_recorded
+    def clip(self, low: Any, high: Any) -> Any:
         """Not below the first limit, then not above the second."""
-        known = len(limits) == 2 and all(_expression_of(limit) is not None for limit in limits)
-        if self.expression is None or kwargs or not known:
-            return self.materialize().clip(*materialize(limits), **materialize(kwargs))
-        return np.minimum(np.maximum(self, limits[0]), limits[1])
+        if _expression_of(low) is None or _expression_of(high) is None:
+            return None
+        return np.minimum(np.maximum(self, low), high)
 
-    def mean(self, *args: Any, **kwargs: Any) -> Any:
-        """Of all elements, recorded; of some, computed at once."""
-        expression = self.expression
-        if expression is None or args or kwargs:
-            return self.materialize().mean(*args, **kwargs)
-        dtype = "float32" if expression.dtype == "float32" else "float64"
-        return LazyArray(expression.then("mean", lambda array: array.mean(), shape=(), dtype=dtype))
+    @_recorded
+    def mean(self) -> Any:
+        """Of all elements."""
+        dtype = "float32" if self.dtype == np.float32 else "float64"
+        return LazyArray(self._expression.then("mean", lambda array: array.mean(), shape=(), dtype=dtype))
 
+    @_recorded
     def transpose(self, *axes: Any) -> Any:
         """A view with the axes in another order."""
         order = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
-        expression = self.expression
-        if expression is None or sorted(order) != list(range(self.ndim)):
-            return self.materialize().transpose(*axes)
-        return LazyArray(expression.permuted(order, lambda array: array.transpose(order)), self)
+        if sorted(order) != list(range(self.ndim)):
+            return None
+        return LazyArray(self._expression.permuted(order, lambda array: array.transpose(order)), self)
 
     # -- answered by the real array ---------------------------------------------------------------
 
@@ -511,7 +525,7 @@ def lazy_tensor_maker(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
         array = args[0] if len(args) == 1 and set(kwargs) <= {"dtype"} else None
-        if type(array) is not LazyArray or not _can_be_a_tensor(array):
+        if type(array) is not LazyArray or not is_lazy(array):
             return original(*materialize(args), **materialize(kwargs))
         tensor = _tensor_of(array)
         if original is _tensor:
@@ -519,12 +533,6 @@ def lazy_tensor_maker(original: Callable[..., Any]) -> Callable[..., Any]:
         return tensor if kwargs.get("dtype") is None else tensor.to(kwargs["dtype"])
 
     return make
-
-
-def _can_be_a_tensor(array: LazyArray) -> bool:
-    """Whether it is still lazy, and of a type that torch has."""
-    expression = array.expression
-    return expression is not None and expression.dtype in DTYPES
 
 
 def _tensor_of(array: LazyArray) -> Any:
@@ -537,38 +545,15 @@ def _tensor_of(array: LazyArray) -> Any:
 
 def collatable(sample: Any) -> Any:
     """A sample as torch's collate has it in the end: what is lazy as a lazy tensor, what is real as it is."""
-    if type(sample) is LazyArray:
-        return _tensor_of(sample) if _can_be_a_tensor(sample) else sample.materialize()
-    if isinstance(sample, LazyTensor):
-        return sample if sample.expression is not None else sample.materialize()
-    return _map_container(sample, collatable)
+    return tree_map(_as_tensor, sample)
 
 
-def materialize_sample(sample: Any) -> Any:
-    """A sample with nothing lazy in it."""
-    if type(sample) is LazyArray or isinstance(sample, LazyTensor):
-        return sample.materialize()
-    return _map_container(sample, materialize_sample)
+def _as_tensor(part: Any) -> Any:
+    if not is_lazy(part):
+        return materialize(part)
+    return _tensor_of(part) if type(part) is LazyArray else part
 
 
-def _map_container(sample: Any, change: Callable[[Any], Any]) -> Any:
-    """The same container with its parts changed; anything else as it is."""
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return type(sample)(*map(change, sample))
-    if type(sample) in (list, tuple):
-        return type(sample)(map(change, sample))
-    if isinstance(sample, MutableMapping | MutableSequence) and holds_lazy(sample):
-        other = copy.copy(sample)
-        for key in list(sample) if isinstance(sample, MutableMapping) else range(len(sample)):
-            other[key] = change(sample[key])
-        return other
-    return sample
-
-
-def holds_lazy(sample: Any) -> bool:
-    """Whether any part of it is a lazy array or tensor."""
-    if isinstance(sample, Mapping):
-        return any(map(holds_lazy, sample.values()))
-    if isinstance(sample, tuple | MutableSequence):
-        return any(map(holds_lazy, sample))
-    return type(sample) is LazyArray or isinstance(sample, LazyTensor)
+def is_lazy(thing: Any) -> bool:
+    """Whether it is an array or a tensor that is not real yet."""
+    return (type(thing) is LazyArray or isinstance(thing, LazyTensor)) and thing.expression is not None

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from flatout.feed import randomness
 from flatout.feed.deferred import lazy
 from flatout.feed.deferred.batch import materialize, run_program
 from flatout.feed.deferred.expression import SampleRecording, as_program, recording_transforms
-from flatout.feed.deferred.lazy import LazyTensor, collatable, holds_lazy, materialize_sample, pixels_of
+from flatout.feed.deferred.lazy import LazyTensor, collatable, is_lazy, pixels_of
 
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 512  # samples of a worker that are made both ways
 _GIVE_UP_AFTER = 16  # samples without anything to record
@@ -48,7 +49,7 @@ class LazySamples:
     def _get(self, make: Callable[[], Any]) -> Any:
         if self.off:
             sample = make()
-            return materialize_sample(sample) if self._lazy_count else sample  # the dataset may have kept lazy ones
+            return materialize(sample) if self._lazy_count else sample  # the dataset may have kept lazy ones
         before = randomness.capture()
         self._count += 1
         recording = SampleRecording()
@@ -61,7 +62,7 @@ class LazySamples:
             self._failed_count += 1
             self.off = self._failed_count > _MAX_FAILED + self._count / 8
             randomness.restore(before)
-            return materialize_sample(make())  # raises again if it is the script's own error
+            return materialize(make())  # raises again if it is the script's own error
         self._lazy_count += holds_lazy(sample)
         if not self._lazy_count:
             self.off = self._count >= _GIVE_UP_AFTER
@@ -83,26 +84,32 @@ class LazySamples:
             self.off = True
             if plain is sample:  # it cannot be made twice
                 randomness.restore(after)
-        return materialize_sample(plain) if self.off else sample
+        return materialize(plain) if self.off else sample
+
+
+def holds_lazy(sample: Any) -> bool:
+    """Whether any part of it is a lazy array or tensor."""
+    return any(map(is_lazy, tree_leaves(sample)))
 
 
 def same_sample(sample: Any, plain: Any) -> bool:
     """Whether a GPU would compute what was made here, but for rounding. What is not lazy has to be equal."""
-    if isinstance(sample, LazyTensor) and sample.expression is not None:
-        program, numbers = as_program(sample.expression)
-        pixels = pixels_of(sample.expression).unsqueeze(0)
+    parts, form = tree_flatten(sample)
+    plain_parts, plain_form = tree_flatten(plain)
+    return form == plain_form and all(map(_same_part, parts, plain_parts))
+
+
+def _same_part(part: Any, plain: Any) -> bool:
+    if isinstance(part, LazyTensor) and part.expression is not None:
+        program, numbers = as_program(part.expression)
+        pixels = pixels_of(part.expression).unsqueeze(0)
         result = run_program(program, pixels, torch.tensor([numbers], dtype=torch.float64))
         return _close(result[0], torch.as_tensor(plain))
-    if isinstance(sample, Mapping):
-        same_keys = isinstance(plain, Mapping) and sample.keys() == plain.keys()
-        return same_keys and all(same_sample(part, plain[key]) for key, part in sample.items())
-    if isinstance(sample, list | tuple):
-        return len(sample) == len(plain) and all(map(same_sample, sample, plain))
-    if isinstance(sample, Tensor | np.ndarray):
-        return type(sample) is type(plain) and bool(np.array_equal(np.asarray(sample), np.asarray(plain)))
-    if isinstance(sample, int | float | str | bytes | np.generic):
-        return bool(sample == plain)
-    return type(sample) is type(plain)
+    if isinstance(part, Tensor | np.ndarray):
+        return type(part) is type(plain) and bool(np.array_equal(np.asarray(part), np.asarray(plain)))
+    if isinstance(part, int | float | str | bytes | np.generic):
+        return bool(part == plain)
+    return type(part) is type(plain)
 
 
 def _close(result: Tensor, expected: Tensor) -> bool:
