@@ -62,32 +62,28 @@ class Shadows:
             name = self._folder(path)
         else:
             name = f"{self._folder(above).rstrip('/')}/{last}"
+        return name if self._covers(name) else None
+
+    def _covers(self, name: str) -> bool:
         inside = (name + "/").startswith
-        return name if any(map(inside, self._cover)) and not any(map(inside, self._keep)) else None
+        return any(map(inside, self._cover)) and not any(map(inside, self._keep))
 
-    def read(self, path: Any, *, follow: bool = True) -> Any:
+    def read(self, name: str, *, follow: bool = True) -> str:
         """Where to read it from."""
-        name = self.of(path)
-        if name is None:
-            return path
-        there = self._followed(name) if follow else name
-        shadow = self._shadows + there
-        if _exists(shadow) or self._is_removed(there):
-            return shadow
-        return path if there == os.path.abspath(os.fsdecode(path)) else there  # noqa: PTH100
+        if follow:
+            name = self._followed(name)
+        shadow = self._shadows + name
+        return shadow if _exists(shadow) or self._is_removed(name) else name
 
-    def write(self, path: Any, *, copy: bool = False, new: bool = False, follow: bool = True) -> Any:
+    def write(self, name: str, *, copy: bool = False, new: bool = False, follow: bool = True) -> str:
         """Where to write it to; `copy` brings what is there along, `new` refuses to where something is."""
-        name = self.of(path)
-        if name is None:
-            return path
         if new and self._sees(name, _exists):
             raise _problem(errno.EEXIST, name)
         if follow and not new:
             name = self._followed(name)
-            if self.of(name) is None:  # a link to what is not covered
-                return name
         shadow = self._shadows + name
+        if not self._covers(name):  # a link to what is not covered
+            return name
         if not _exists(shadow):
             if self._sees(os.path.dirname(name), _is_folder):  # noqa: PTH120
                 _make_folders(os.path.dirname(shadow))  # noqa: PTH120
@@ -97,6 +93,19 @@ class Shadows:
                 elif _exists(name):
                     shutil.copyfile(name, shadow)
         return shadow
+
+    def open(self, name: str, mode: str) -> str:
+        """Where to open it in such a mode."""
+        if any(letter in mode for letter in "wax+"):
+            return self.write(name, copy="w" not in mode, new="x" in mode)
+        return self.read(name)
+
+    def open_flags(self, name: str, flags: int) -> str:
+        """Where to open it with such flags."""
+        follow = not flags & os.O_NOFOLLOW
+        if flags & _WRITING:
+            return self.write(name, copy=not flags & os.O_TRUNC, new=bool(flags & os.O_EXCL), follow=follow)
+        return self.read(name, follow=follow)
 
     def _folder(self, path: str) -> str:
         """An absolute path to a folder, without its links."""
@@ -139,10 +148,6 @@ class Shadows:
             name = self._without_links(os.path.join(os.path.dirname(name), target))  # noqa: PTH118, PTH120
         raise _problem(errno.ELOOP, name)
 
-    def mkdir(self, name: str, mode: int = 0o777) -> None:
-        """Make a folder that only the script sees."""
-        _mkdir(self.write(name, new=True), mode)
-
     def remove(self, name: str, how: Callable[[str], None] = _remove) -> None:
         """Remove what the script sees under this name; from now on the user's own is not to be seen."""
         if not self._sees(name, _exists):
@@ -166,7 +171,7 @@ class Shadows:
         if self._sees(name, _exists) or not ignore_errors:
             self.remove(name, lambda shadow: _rmtree(shadow, ignore_errors))
 
-    def move(self, source: Any, target: Any) -> None:
+    def move(self, source: str, target: str) -> None:
         """Move what the script sees, of which at least one end is covered."""
         there = self.write(target, follow=False)
         if _link(there) is not None:
@@ -180,7 +185,7 @@ class Shadows:
             os.remove(source)  # noqa: PTH107
         self._known.clear()
 
-    def link(self, source: Any, target: str) -> None:
+    def link(self, source: str, target: str) -> None:
         """Copy instead: writing to a hard link writes to the file it was made from."""
         shutil.copyfile(source, self.write(target, new=True))
 
@@ -244,28 +249,33 @@ class _Listing(contextlib.nullcontext[Iterator[Any]]):
 def install(sandbox: Sandbox) -> None:
     """Redirect what this process writes from now on."""
     shadows = Shadows(sandbox)
+    plain = vars(os).copy()
     read, lread = shadows.read, functools.partial(shadows.read, follow=False)
     copied = functools.partial(shadows.write, copy=True)
     lcopied, new = functools.partial(copied, follow=False), functools.partial(shadows.write, new=True)
-    builtins.open = io.open = _open_redirected(shadows)
-    io.FileIO = _io.FileIO = _file_io_redirected(shadows)  # type: ignore[misc]
-    os.open = _os_open_redirected(shadows)
     for names, find in (
         (("stat", "access", "listxattr", "getxattr"), read),
         (("lstat", "readlink"), lread),
         (("truncate", "chmod", "chown", "utime", "setxattr", "removexattr", "fchmod", "fchown"), copied),
         (("lchown",), lcopied),
-        (("mkfifo", "mknod"), new),
+        (("mkdir", "mkfifo", "mknod"), new),
     ):
         for name in names:
-            setattr(os, name, _elsewhere(getattr(os, name), shadows, find))
-    for name in ("listdir", "scandir", "mkdir", "remove", "rmdir"):
-        setattr(os, name, _instead(getattr(os, name), shadows, getattr(shadows, name)))
+            by_path = plain[name.removeprefix("f")]  # fchmod: chmod
+            covered = functools.partial(_elsewhere, by_path, find)
+            setattr(os, name, _redirected(plain[name], shadows, covered, descriptors=find is copied))
+    for name in ("listdir", "scandir", "remove", "rmdir"):
+        setattr(os, name, _redirected(plain[name], shadows, getattr(shadows, name)))
     os.unlink = os.remove
-    shutil.rmtree = _instead(_rmtree, shadows, shadows.rmtree)
+    shutil.rmtree = _redirected(_rmtree, shadows, shadows.rmtree)
+    os.open = _redirected(
+        os.open, shadows, lambda name, flags, mode=0o777: plain["open"](shadows.open_flags(name, flags), flags, mode)
+    )
+    builtins.open = io.open = _open_redirected(shadows)
+    io.FileIO = _io.FileIO = _file_io_redirected(shadows)  # type: ignore[misc]
     os.rename = os.replace = _of_two(os.rename, shadows, shadows.move)
     os.link = _of_two(os.link, shadows, shadows.link)
-    os.symlink = _with_second(os.symlink, shadows)
+    os.symlink = _symlink_redirected(shadows)
     accessor: Any = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 holds on to the functions it found
     for name in ("stat", "open", "listdir", "scandir", "mkdir", "unlink", "rmdir", "rename", "replace", "chmod"):
         if accessor is not None:
@@ -279,9 +289,8 @@ def redirect_torch(torch: Any, sandbox: Sandbox) -> None:
 
     @functools.wraps(save)
     def save_redirected(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, str | os.PathLike):
-            f = shadows.write(f)
-        return save(obj, f, *args, **kwargs)
+        name = shadows.of(f) if isinstance(f, str | os.PathLike) else None
+        return save(obj, f if name is None else shadows.write(name), *args, **kwargs)
 
     torch.save = torch.serialization.save = save_redirected
 
@@ -290,20 +299,44 @@ def redirect_safetensors(module: Any, sandbox: Sandbox) -> None:
     """safetensors reads and writes its files in Rust."""
     shadows = Shadows(sandbox)
     save, load = module.save_file, module.load_file
-    module.save_file = lambda tensors, filename, *a, **k: save(tensors, shadows.write(filename), *a, **k)
-    module.load_file = lambda filename, *a, **k: load(shadows.read(filename), *a, **k)
+
+    def redirected(find: Callable[[str], str], path: Any) -> Any:
+        name = shadows.of(path)
+        return path if name is None else find(name)
+
+    module.save_file = lambda tensors, filename, *a, **k: save(tensors, redirected(shadows.write, filename), *a, **k)
+    module.load_file = lambda filename, *a, **k: load(redirected(shadows.read, filename), *a, **k)
 
 
-def _opened(shadows: Shadows, file: Any, mode: str) -> Any:
-    if any(letter in mode for letter in "wax+"):
-        return shadows.write(file, copy="w" not in mode, new="x" in mode)
-    return shadows.read(file)
+def _elsewhere(function: Any, find: Callable[..., str], name: str, *args: Any, **kwargs: Any) -> Any:
+    """The same, in another place."""
+    if kwargs.get("follow_symlinks") is False:
+        find = functools.partial(find, follow=False)
+    return function(find(name), *args, **kwargs)
+
+
+def _redirected(function: Any, shadows: Shadows, covered: Callable[..., Any], *, descriptors: bool = False) -> Any:
+    """The same, but for a covered path something else; with `descriptors` for an open file of the user's, too."""
+
+    @functools.wraps(function)
+    def redirected(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        leads_to = "." if path is None else path
+        if descriptors and isinstance(path, int):
+            leads_to = _link(f"/proc/self/fd/{path}")
+        name = shadows.of(leads_to, kwargs.get("dir_fd"))
+        if name is None:
+            return function(path, *args, **kwargs)
+        kwargs.pop("dir_fd", None)
+        return covered(name, *args, **kwargs)
+
+    return redirected
 
 
 def _open_redirected(shadows: Shadows) -> Any:
     @functools.wraps(_open)
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        return _open(_opened(shadows, file, mode), mode, *args, **kwargs)
+        name = shadows.of(file)
+        return _open(file if name is None else shadows.open(name, mode), mode, *args, **kwargs)
 
     return redirected
 
@@ -315,67 +348,13 @@ def _file_io_redirected(shadows: Shadows) -> Any:
 
     class FileIO(_FileIO, metaclass=Kind):  # type: ignore[misc, valid-type]
         def __init__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-            super().__init__(_opened(shadows, file, mode), mode, *args, **kwargs)
+            name = shadows.of(file)
+            super().__init__(file if name is None else shadows.open(name, mode), mode, *args, **kwargs)
 
     return FileIO
 
 
-def _os_open_redirected(shadows: Shadows) -> Any:
-    os_open = os.open
-
-    @functools.wraps(os_open)
-    def redirected(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        name = shadows.of(path, dir_fd)
-        if name is None:
-            return os_open(path, flags, mode, dir_fd=dir_fd)
-        follow = not flags & os.O_NOFOLLOW
-        path = path if dir_fd is None else name
-        if flags & _WRITING:
-            where = shadows.write(path, copy=not flags & os.O_TRUNC, new=bool(flags & os.O_EXCL), follow=follow)
-        else:
-            where = shadows.read(path, follow=follow)
-        return os_open(where, flags, mode)
-
-    return redirected
-
-
-def _elsewhere(function: Any, shadows: Shadows, find: Callable[[Any], Any]) -> Any:
-    """The same, on another path. The descriptor of a file of the user's is one too, where more is done than
-    to read."""
-    writes = getattr(find, "func", None) == shadows.write
-
-    @functools.wraps(function)
-    def redirected(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        if isinstance(path, int):
-            target = _link(f"/proc/self/fd/{path}") if writes else None
-            if target is None or shadows.of(target) is None:
-                return function(path, *args, **kwargs)
-            return getattr(os, function.__name__.removeprefix("f"))(target, *args, **kwargs)  # fchmod: chmod
-        name = shadows.of(path, dir_fd)
-        if name is None:
-            if dir_fd is not None:
-                kwargs["dir_fd"] = dir_fd
-            return function(path, *args, **kwargs)
-        return function(find(path if dir_fd is None else name), *args, **kwargs)
-
-    return redirected
-
-
-def _instead(function: Any, shadows: Shadows, covered: Callable[..., Any]) -> Any:
-    """The same, but for a covered path something else."""
-
-    @functools.wraps(function)
-    def redirected(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        name = shadows.of("." if path is None else path, kwargs.get("dir_fd"))
-        if name is None:
-            return function(path, *args, **kwargs)
-        kwargs.pop("dir_fd", None)
-        return covered(name, *args, **kwargs)
-
-    return redirected
-
-
-def _of_two(function: Any, shadows: Shadows, covered: Callable[[Any, Any], None]) -> Any:
+def _of_two(function: Any, shadows: Shadows, covered: Callable[[str, str], None]) -> Any:
     """The same, but something else where one of two paths is covered."""
 
     @functools.wraps(function)
@@ -388,6 +367,18 @@ def _of_two(function: Any, shadows: Shadows, covered: Callable[[Any, Any], None]
         else:
             source = source or _under(os.fsdecode(src), src_dir_fd)
             covered(source, target or _under(os.fsdecode(dst), dst_dir_fd))
+
+    return redirected
+
+
+def _symlink_redirected(shadows: Shadows) -> Any:
+    @functools.wraps(_symlink)
+    def redirected(src: Any, dst: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        name = shadows.of(dst, dir_fd)
+        if name is None:
+            _symlink(src, dst, *args, dir_fd=dir_fd, **kwargs)
+        else:
+            shadows.symlink(src, name)
 
     return redirected
 
