@@ -38,9 +38,8 @@ _BUSY = ("/tmp", "/var/tmp", "/var/log", "/var/lib", "/var/cache", "/var/spool")
 _SHARED_MEMORY = Path("/dev/shm")
 # The running system's: sockets, devices and memory, no files that stay.
 _LIVE = {"proc", "sys", "dev", "run"}
-_SYSTEM = {
-    "usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot", "snap", "lost+found",
-}  # fmt: skip
+_ROOTS_OWN = {"boot", "snap", "lost+found"}
+_SYSTEM = {"usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", *_ROOTS_OWN}
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _CAP_SYS_ADMIN = 1 << 21
 _PR_SET_PDEATHSIG = 1
@@ -181,12 +180,10 @@ def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
 
 
 def _can_hold_files(top: Path) -> bool:
-    """Whether this top-level folder is to be covered. One of the system's is, if we can write to something in it."""
+    """Whether this top-level folder is to be covered: the system's too, as a user may own a folder deep in /usr."""
     if top.name in _LIVE or top.is_symlink() or not top.is_dir():
         return False
-    if top.name not in _SYSTEM:
-        return True
-    return any(os.access(path, os.W_OK) for path in (top, *top.glob("*"), *top.glob("*/*")) if not path.is_symlink())
+    return top.name not in _ROOTS_OWN or os.geteuid() == 0
 
 
 def not_compared() -> list[str]:

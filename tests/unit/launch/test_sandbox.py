@@ -83,6 +83,15 @@ def test_covered_is_all_but_the_running_system(box: Make) -> None:
     assert not covered & {"/", "/proc", "/sys", "/dev", "/dev/shm", "/run"}
 
 
+def test_a_users_folder_deep_in_the_systems_is_covered(box: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a user who can write nowhere near the top of /usr THEN it is covered all the same, and /boot is not."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    covered = set(box("train.py").cover)
+    assert "/usr" in covered
+    assert not covered & {"/boot", "/snap", "/lost+found"}
+
+
 def test_what_the_command_names_and_links_lead_to_is_looked_at_first(world: Path, box: Make) -> None:
     (world / "home" / "project" / "runs").symlink_to(world / "far")
     (world / "home" / "project" / "null").symlink_to("/dev/null")
