@@ -26,7 +26,7 @@ from flatout.inside import run_facts
 from flatout.inside.attention import AttentionWatch
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.loader_workers import Meters
-from flatout.inside.patches import Patches, Stage, Subscriber
+from flatout.inside.patches import Patches, Stage
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
 from flatout.inside.stacks import StackSampler, called_from, in_words, raised_at
@@ -63,7 +63,8 @@ class Process:
         self.meters = Meters(self.patches, self._stand_aside)
         self.applied: Applied | None = None
         self.recording: Recording | None = None
-        self._follows_forks = self._goes_on_looking = False
+        self._follows_forks = False
+        self._paused: StackSampler | None = None
 
     def begin(
         self, options: Options, settings: Settings, ledger: Ledger | None = None, sampling: Sampling | None = None
@@ -90,13 +91,14 @@ class Process:
 
     def _before_fork(self) -> None:
         """A thread that is at work while its process forks may leave a lock held in the child."""
-        self._goes_on_looking = self.recording is not None and self.recording.stacks.running
-        if self._goes_on_looking and self.recording is not None:
-            self.recording.stacks.stop()
+        self._paused = None
+        if self.recording is not None and self.recording.stacks.running:
+            self._paused = self.recording.stacks
+            self._paused.stop()
 
     def _after_fork(self) -> None:
-        if self._goes_on_looking and self.recording is not None:
-            self.recording.stacks.start()
+        if self._paused is not None:
+            self._paused.start()
 
     def _start_over_in_child(self) -> None:
         """In a forked child nothing is written for the parent. A child that trains gets a recording of its own."""
@@ -145,24 +147,29 @@ class Recording:
         self._optimizer_facts = OptimizerFacts()
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self._xray: XraySchedule | None = None
+        self._bounded: BoundedRun | None = None
+        self.ceiling: Ceiling | None = None
         bounded = options.max_steps is not None
         if options.xray and with_cuda:
             from flatout.inside.xray import XraySchedule
 
             self._xray = XraySchedule(self.recorder, self._write, self._note, at_the_end=bounded)
-        self.timing = Timing(process.patches, process.roots, self.recorder, self, self._fail)
-        self._bounded: BoundedRun | None = None
-        self.ceiling: Ceiling | None = None
-        self._ceiling_changes: Subscriber | None = None
+        self._time = process.patches.subscriber(Stage.TIME, self._fail)
+        self.timing = Timing(self._time, process.roots, self.recorder, self)
+        self.timing.install()
+        self.attention = AttentionWatch(process.patches)
+        self._time.on_leaving(self.attention.leave)
+        if options.trial is not None:  # the changes that it tries may compile
+            self.attention.leave()
         if bounded:
             from flatout.inside.trial import BoundedRun
 
             self._bounded = BoundedRun(options, self.recorder, self._xray, alone=_is_alone)
             self.ceiling = self._bounded.ceiling
-        self.timing.install()
-        self.attention = AttentionWatch(process.patches)
-        if options.trial is not None:  # the changes that it tries may compile
-            self.attention.leave()
+        if self.ceiling is not None:
+            changes = process.patches.subscriber(Stage.CHANGE, self._time.failed)
+            self.ceiling.install(changes)
+            self._time.on_leaving(changes.leave)
         self.stacks = StackSampler(
             lambda: self.recorder.thread,
             lambda: self.recorder.phase,
@@ -173,9 +180,6 @@ class Recording:
         self._answered = options.trial is not None  # which nobody watches
         if not forked:
             self.stacks.start()
-        if self.ceiling is not None:
-            self._ceiling_changes = process.patches.subscriber(Stage.CHANGE, self.timing.fail)
-            self.ceiling.install(self._ceiling_changes)
         atexit.register(self._close_at_exit)
 
     # -- what Timing tells -------------------------------------------------------------------------
@@ -196,33 +200,32 @@ class Recording:
     def step_ended(self, optimizer: Any) -> None:
         """A training step is over: the few things that happen once, each at its step, and then a rare look."""
         self._last_optimizer = weakref.ref(optimizer)
-        if self._bounded is not None:
-            self._bounded.step_ended()
+        recorder, bounded, applied, xray = self.recorder, self._bounded, self._process.applied, self._xray
+        if bounded is not None:
+            bounded.step_ended()
         self.attention.step_ended()
         if self._writer is None:
-            self.recorder.as_own(self._open_trace)
+            recorder.as_own(self._open_trace)
         elif self._writer.error is not None:
             raise TraceError(self._writer.error)
-        if self.recorder.steps >= self._facts_at_step:
+        if recorder.steps >= self._facts_at_step:
             self._facts_at_step *= _FACTS_EVERY_TIMES
-            self.recorder.as_own(self._write_facts)
-        xray, applied = self._xray, self._process.applied
-        if xray is not None and (xray.done or not torch.cuda.is_initialized()):
-            xray = None
-        if xray is not None and self._bounded is None:
-            xray.step_ended()
-        every_step = xray is not None or self._bounded is not None or self.attention.wants_every_step
-        every_step = every_step or (applied is not None and applied.wants_every_step)
-        self.next_look = self.recorder.steps + 1
-        if not every_step:
-            self.next_look += _LOOK_EVERY_STEPS - 1
+            recorder.as_own(self._write_facts)
+        every_step = bounded is not None or self.attention.wants_every_step
+        if xray is not None and not xray.done and torch.cuda.is_initialized():
+            every_step = True
+            if bounded is None:
+                xray.step_ended()
+        self.next_look = recorder.steps + _LOOK_EVERY_STEPS
+        if every_step or (applied is not None and applied.wants_every_step):
+            self.next_look = recorder.steps + 1
         if applied is not None:
             first = self._writer is not None and self._writer.path.parent == self.options.folder
-            self.recorder.as_own(functools.partial(applied.step_ended, first=first))
-        if self._bounded is not None:
-            if not self._bounded.goes_on(self.loaders.batches_ready(self.recorder.train_loaders)):
+            recorder.as_own(functools.partial(applied.step_ended, first=first))
+        if bounded is not None:
+            if not bounded.goes_on(self.loaders.batches_ready(recorder.train_loaders)):
                 self._end_the_script()
-            self._bounded.step_begins()
+            bounded.step_begins()
 
     def _end_the_script(self) -> NoReturn:
         self.close()
@@ -327,27 +330,22 @@ class Recording:
         if self.closed:
             return
         self.closed = True
-        try:
-            if self._writer is not None:
-                self._finish(self._writer)
-            self._process.meters.finish()
-        except Exception as problem:
-            self.timing.fail(problem)
+        self._time.guarded(self._finish)
+        self._time.guarded(self._process.meters.finish)
         self._take_off()
         os.environ.pop(RANK, None)
         atexit.unregister(self._close_at_exit)
-        if self._writer is None:
-            return
         end = End(time_s=time.monotonic())
         if raised is not None:  # what it says may be secret: its type and its place are enough
             end = dataclasses.replace(end, error=type(raised).__name__, where=raised_at(raised.__traceback__))
-        try:
-            self._writer.write(end)
-        except Exception as problem:
-            self.timing.fail(problem)
-        self._writer.close()
+        if self._writer is not None:
+            self._time.guarded(self._writer.write, end)
+            self._writer.close()
 
-    def _finish(self, writer: TraceWriter) -> None:
+    def _finish(self) -> None:
+        writer = self._writer
+        if writer is None:
+            return
         self.recorder.finish()
         if self._xray is not None:
             self._xray.finish()
@@ -373,10 +371,7 @@ class Recording:
 
     def _take_off(self) -> None:
         self.stacks.stop()
-        self.timing.remove()
-        self.attention.leave()
-        if self._ceiling_changes is not None:
-            self._ceiling_changes.leave()
+        self._time.leave()
 
 
 @dataclasses.dataclass(repr=False, eq=False)

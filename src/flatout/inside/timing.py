@@ -26,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatout.inside import recorder as recorder_module
-from flatout.inside.patches import TABLE, Call, Patches, PatchPoint, Stage
+from flatout.inside.patches import TABLE, Call, PatchPoint, Subscriber
 from flatout.inside.recorder import COPY, DATA, GC, OPTIMIZER, SYNC, Recorder
 from flatout.inside.root_modules import RootModules, WeakIdMap
 from flatout.inside.stacks import caller
@@ -46,24 +46,17 @@ Phase = Callable[..., str | None]
 class Timing:
     """Times the training thread's calls for one Recorder, and tells a Recording what else it wants to know."""
 
-    def __init__(
-        self, patches: Patches, roots: RootModules, recorder: Recorder, recording: Recording, fail: Callable[..., None]
-    ) -> None:
+    def __init__(self, time: Subscriber, roots: RootModules, recorder: Recorder, recording: Recording) -> None:
         self._recorder = recorder
         self._recording = recording
         self._roots = roots
-        self._time = patches.subscriber(Stage.TIME, fail)
-        self._guarded = self._time.guarded
+        self._time = time
+        self._guarded = time.guarded
         self._loaders, self._numbers = WeakIdMap(), count(1)
         self._optimizers = WeakIdMap()
         self._optimizer_calls = 0
         self._steps_elsewhere = 0
         self._pid = os.getpid()
-
-    @property
-    def off(self) -> bool:
-        """Whether the wrappers are off."""
-        return self._time.off
 
     def install(self) -> None:
         """Put every wrapper in place."""
@@ -85,14 +78,6 @@ class Timing:
         self._install_collections()
         self._install_phases()
         time.patches.when_imported("torch._dynamo.eval_frame", _skip_our_code)
-
-    def remove(self) -> None:
-        """Take them off."""
-        self._time.leave()
-
-    def fail(self, problem: Exception) -> None:
-        """Something of ours went wrong: off with all of it, once."""
-        self._time.failed(problem)
 
     def _install_phases(self) -> None:
         """Time the calls in the table that are one phase each."""
@@ -216,7 +201,7 @@ class Timing:
                         if ceiling is not None and batch is not None:
                             ceiling.keep(loader, batch)
                     except Exception as problem:
-                        self.fail(problem)
+                        self._time.failed(problem)
             self._guarded(recorder.look_closely)
         self._guarded(recorder.fetching, loader, torch.is_grad_enabled())
         samples = None
@@ -229,7 +214,7 @@ class Timing:
             samples = self._guarded(batch_size, batch) or 0
             return batch
         finally:
-            if not self.off:
+            if not self._time.off:
                 self._guarded(recorder.fetched, samples)
                 tokens = self._recording.loaders.tokens
                 if samples and tokens.wants(loader, batch):
@@ -257,7 +242,7 @@ class Timing:
 
     def _enter_autocast(self, point: PatchPoint) -> Any:
         def entered(region: Any) -> Any:
-            if not self.off and region._enabled and not is_dynamo_compiling():
+            if not self._time.off and region._enabled and not is_dynamo_compiling():
                 self._recording.autocast.add(str(region.fast_dtype).removeprefix("torch."))
             return point.call(region)
 
@@ -265,7 +250,7 @@ class Timing:
 
     def _compile_and_time(self, call: Call, model: Any = None, *args: Any, **kwargs: Any) -> Any:
         compiled = call(model, *args, **kwargs)
-        if model is None or isinstance(model, torch.nn.Module) or self.off:
+        if model is None or isinstance(model, torch.nn.Module) or self._time.off:
             return compiled  # a decorator comes back here with its function; a module is timed as such
         return self._around_compiled(model, compiled)
 
@@ -288,7 +273,7 @@ class Timing:
             finally:
                 if closely:
                     roots.end()
-            if calls == self._optimizer_calls and not self.off:
+            if calls == self._optimizer_calls and not self._time.off:
                 now_written = self._guarded(self._written) or written
                 for optimizer in self._optimizers:
                     if now_written.get(id(optimizer)) != written.get(id(optimizer)):
@@ -352,7 +337,7 @@ class Timing:
     def _scaler_step(self, call: Call, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         calls = self._optimizer_calls
         result = call(scaler, optimizer, *args, **kwargs)
-        if calls == self._optimizer_calls and not self.off and get_ident() == self._recorder.thread:
+        if calls == self._optimizer_calls and not self._time.off and get_ident() == self._recorder.thread:
             self._stepped(optimizer)  # infinities were found and the optimizer was left out: the step is over
         return result
 
@@ -366,7 +351,7 @@ class Timing:
                 if recorder.steps >= self._recording.next_look:
                     self._recording.step_ended(optimizer)
         except Exception as problem:
-            self.fail(problem)
+            self._time.failed(problem)
 
     # -- copies -----------------------------------------------------------
 
