@@ -46,6 +46,38 @@ _NOT_PICKLABLE = (
 _fork_lock = threading.Lock()  # a fork while a channel is created would keep its far end open
 
 
+class Starter:
+    """A way to start workers."""
+
+    def start(self, number: int) -> socket.socket:
+        """Start a worker; the near end of its channel."""
+        with _fork_lock:
+            near, far = channel.pair()
+            try:
+                self._start_with(number, far)
+            except BaseException:
+                near.close()
+                raise
+            finally:
+                far.close()
+            channel.close_in_children(near.fileno())
+        return near
+
+    def _start_with(self, number: int, far: socket.socket) -> None:
+        raise NotImplementedError
+
+    def exits(self) -> dict[int, int]:
+        """The workers that have ended so far: number and exit status (negative: a signal)."""
+        raise NotImplementedError
+
+    def hang_up(self) -> None:
+        """Have workers end that have not yet, without waiting for that."""
+
+    def reap(self, patience_s: float) -> bool:
+        """After `hang_up`: wait for the end of all processes, for so long each; whether they have ended."""
+        raise NotImplementedError
+
+
 def starter_for(recipe: Recipe, context: Any) -> Starter:
     """The way to start workers under a multiprocessing context (None: the process-wide one)."""
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
@@ -56,7 +88,7 @@ def starter_for(recipe: Recipe, context: Any) -> Starter:
     return ContextStarter(recipe, multiprocessing.get_context(method) if context is None else context)
 
 
-class ForkServer:
+class ForkServer(Starter):
     """A small process that forks workers on demand; this is the training process's handle of it."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -73,22 +105,10 @@ class ForkServer:
                 far.close()
         self._exits: dict[int, int] = {}
 
-    def start(self, number: int) -> socket.socket:
-        """Have a worker forked; the near end of its channel. `OSError` where the fork server is gone."""
-        with _fork_lock:
-            near, far = channel.pair()
-            try:
-                channel.send(self._channel, number, [far.fileno()])
-            except OSError:
-                near.close()
-                raise
-            finally:
-                far.close()
-            channel.close_in_children(near.fileno())
-        return near
+    def _start_with(self, number: int, far: socket.socket) -> None:
+        channel.send(self._channel, number, [far.fileno()])  # `OSError` where the fork server is gone
 
     def exits(self) -> dict[int, int]:
-        """The workers that have ended so far: number and exit status (negative: a signal)."""
         try:
             while True:
                 (number, status), _ = channel.receive(self._channel, wait=False)
@@ -97,16 +117,14 @@ class ForkServer:
             return self._exits
 
     def hang_up(self) -> None:
-        """Have it end, and its workers with it, without waiting for that."""
         channel.close_in_children(self._channel.fileno(), False)
         self._channel.close()
 
     def reap(self, patience_s: float) -> bool:
-        """After `hang_up`: wait for its end, for so long; whether it has ended."""
         return _reap(self._process, patience_s)
 
 
-class ContextStarter:
+class ContextStarter(Starter):
     """Workers started one by one through a context's own `Process`, as PyTorch starts them."""
 
     def __init__(self, recipe: Recipe, context: Any) -> None:
@@ -114,38 +132,21 @@ class ContextStarter:
         self._context = context
         self._processes: dict[int, Any] = {}
 
-    def start(self, number: int) -> socket.socket:
-        """Start a worker; the near end of its channel."""
-        with _fork_lock:
-            near, far = channel.pair()
-            process = self._context.Process(target=_spawned_main, args=(self._recipe, far, os.getpid()), daemon=True)
-            try:
-                process.start()
-            except BaseException as problem:
-                near.close()
-                if isinstance(problem, (TypeError, AttributeError, PicklingError)):
-                    warnings.warn(_NOT_PICKLABLE.format(self._context.get_start_method()), stacklevel=2)
-                raise
-            finally:
-                far.close()
-            channel.close_in_children(near.fileno())
+    def _start_with(self, number: int, far: socket.socket) -> None:
+        process = self._context.Process(target=_spawned_main, args=(self._recipe, far, os.getpid()), daemon=True)
+        try:
+            process.start()
+        except (TypeError, AttributeError, PicklingError):
+            warnings.warn(_NOT_PICKLABLE.format(self._context.get_start_method()), stacklevel=3)
+            raise
         self._processes[number] = process
-        return near
 
     def exits(self) -> dict[int, int]:
-        """The workers that have ended so far: number and exit status (negative: a signal)."""
         statuses = {number: process.exitcode for number, process in self._processes.items()}
         return {number: status for number, status in statuses.items() if status is not None}
 
-    def hang_up(self) -> None:
-        """Nothing to do: workers end with their own channels."""
-
     def reap(self, patience_s: float) -> bool:
-        """Wait for the end of all workers, for so long each; whether they have ended."""
         return all(_reap(process, patience_s) for process in self._processes.values())
-
-
-Starter = ForkServer | ContextStarter
 
 
 def _reap(process: Any, patience_s: float) -> bool:

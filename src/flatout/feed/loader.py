@@ -259,7 +259,6 @@ def _scheduler_for(
         recipe,
         loader.multiprocessing_context,
         budget.measure(),
-        workers=recipe.declared,
         fixed=options.workers is None,
         may_do_without=_may_do_without(loader),
         persistent=loader.persistent_workers,

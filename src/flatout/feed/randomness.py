@@ -104,12 +104,9 @@ def _search(thing: Any, seen: set[int], depth: int) -> Iterator[Any]:
     if isinstance(thing, (torch.Generator, random.Random)) or _is_numpy_generator(thing):
         yield thing
         return
-    if isinstance(thing, dict):
-        inner = list(thing.values())
-    elif isinstance(thing, (list, tuple)):
-        inner = list(thing)
-    else:
-        inner = list(getattr(thing, "__dict__", {}).values())
+    inner = thing
+    if not isinstance(thing, (list, tuple)):
+        inner = (thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})).values()
     if len(inner) <= _MAX_ATTRIBUTES:
         for value in inner:
             yield from _search(value, seen, depth - 1)

@@ -67,7 +67,6 @@ class BatchScheduler:
         context: Any,
         budget: Budget,
         *,
-        workers: int,
         fixed: bool,
         may_do_without: bool,
         persistent: bool,
@@ -84,7 +83,7 @@ class BatchScheduler:
         self.iterator: weakref.ref[Any] | None = None  # the latest
         self._fixed = fixed
         self._persistent = persistent
-        self._tuning = Tuning(workers, budget, fixed=fixed, may_do_without=may_do_without)
+        self._tuning = Tuning(recipe.declared, budget, fixed=fixed, may_do_without=may_do_without)
         self._faults = Faults(self.pool, self.account, hang_timeout)
         self._in_process: SeededDataset | None = None
         self._epoch: Epoch | None = None

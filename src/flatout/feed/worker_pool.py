@@ -61,7 +61,7 @@ class Batch:
         return not self.dropped and not self.finished
 
     def drop(self) -> None:
-        """Whoever is at it may go on: what comes of it is thrown away."""
+        """The worker that makes it may go on: what comes of it is thrown away."""
         self.dropped = True
         self.release()
 
@@ -146,11 +146,8 @@ class WorkerPool:
         """Have all workers end, without waiting for that."""
         for worker in list(self):
             self._remove(worker)
+        self._hang_up()
         # To wait would take tens of milliseconds of the training's time at the end of each pass.
-        if self._starter is not None:
-            self._starter.hang_up()
-            self._ending.append(self._starter)
-            self._starter = None
         self._ending = [starter for starter in self._ending if not starter.reap(0)]
 
     def close(self) -> None:
@@ -160,15 +157,24 @@ class WorkerPool:
             starter.reap(_PATIENCE_S)
         self._ending = []
 
+    def _hang_up(self) -> None:
+        if self._starter is not None:
+            self._starter.hang_up()
+            self._ending.append(self._starter)
+            self._starter = None
+
     def start_worker(self) -> WorkerHandle:
         """One more worker."""
         assert self._starter is not None
+        assert self._recipe is not None
         self._started += 1
         self._starter.exits()  # read, or they would pile up in its channel
         try:
             near = self._starter.start(self._started)
         except OSError:
-            near = self._replace_starter().start(self._started)
+            self._hang_up()  # the fork server was killed
+            self._starter = starter_for(self._recipe, self._context)
+            near = self._starter.start(self._started)
         near.setblocking(False)
         board = channel.memory_file(_BOARD_BYTES)
         try:
@@ -180,15 +186,6 @@ class WorkerPool:
         finally:
             os.close(board)
         return worker
-
-    def _replace_starter(self) -> Starter:
-        """A new fork server: the one before it was killed."""
-        assert self._starter is not None
-        assert self._recipe is not None
-        self._starter.hang_up()
-        self._ending.append(self._starter)
-        self._starter = starter_for(self._recipe, self._context)
-        return self._starter
 
     def send(self, worker: WorkerHandle, message: Message, *fds: int) -> bool:
         """False when the worker's channel is full. That of a dead one swallows the message: its end comes
@@ -265,10 +262,8 @@ class WorkerPool:
             time.sleep(0.005)
         if status >= 0:
             return f"exited with code {status}"
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-status, f'signal {-status}')}"
 
     def _remove(self, worker: WorkerHandle) -> None:
         descriptor = worker.channel.fileno()
@@ -343,8 +338,7 @@ class Faults:
             batch.leave_out |= {row for row, index in enumerate(batch.indices) if index in self._lethal}
 
     def end_hung(self, since: float) -> None:
-        """End workers that have stood at the same sample for too long; longer each time, as it may be a
-        slow one.
+        """End workers that have stood at the same sample for too long.
 
         Only the time that the loop spent waiting (since `since`) counts: before, nobody looked.
         """
@@ -354,9 +348,7 @@ class Faults:
             if not worker.tasks or at != worker.seen or not worker.seen_at:
                 worker.seen, worker.seen_at = at, now
                 continue
-            assignment = worker.tasks.get(at[0])
-            deaths = sum(assignment.batch.deaths.values()) if assignment else 0
-            if now - max(since, worker.seen_at) > self._hang_timeout * 2**deaths and not worker.hung:
+            if now - max(since, worker.seen_at) > self._hang_timeout and not worker.hung:
                 worker.hung = True
                 self._pool.kill(worker)
 

@@ -248,9 +248,8 @@ class PlaceholderTensor(Tensor):
         """A deferred batch of samples that are not computed yet, or None where they have to be."""
         return None
 
-    @classmethod
-    def record(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call that needs no values; else NotImplemented."""
+    def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call on this tensor that needs no values; else NotImplemented."""
         return NotImplemented
 
     @classmethod
@@ -262,12 +261,12 @@ class PlaceholderTensor(Tensor):
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            lazy = bool(args) and isinstance(args[0], PlaceholderTensor) and args[0].materialized() is None
-            if name in _NEEDS_NO_VALUES and lazy:
-                return func(*args, **kwargs)
-            result = cls.record(name, args, kwargs)
-            if result is not NotImplemented:
-                return result
+            if args and isinstance(args[0], PlaceholderTensor):
+                if name in _NEEDS_NO_VALUES and args[0].materialized() is None:
+                    return func(*args, **kwargs)
+                result = args[0].record(name, args[1:], kwargs)
+                if result is not NotImplemented:
+                    return result
             return func(*materialize(args), **materialize(kwargs))
 
     @classmethod
@@ -318,25 +317,21 @@ class DeferredBatch(PlaceholderTensor):
         """The values, if the loop has looked at them on the host."""
         return self._result
 
-    @classmethod
-    def record(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Moves, pins and describes the batch without computing it on the host."""
-        batch = args[0] if args else None
-        if not isinstance(batch, cls):
-            return NotImplemented
         if name == "_version":  # values that were seen on the host may have been changed there
-            return 0 if batch._result is None else 1 + batch._result._version
-        if batch._result is not None:
+            return 0 if self._result is None else 1 + self._result._version
+        if self._result is not None:
             return NotImplemented
         if name == "is_pinned":
-            return batch.pixels.is_pinned()
+            return self.pixels.is_pinned()
         if name == "pin_memory":
-            return cls.of(batch.program, batch.pixels.pin_memory(), batch.numbers.pin_memory())
-        if name == "contiguous" and len(args) == 1 and not kwargs:
-            return batch
+            return DeferredBatch.of(self.program, self.pixels.pin_memory(), self.numbers.pin_memory())
+        if name == "contiguous" and not args and not kwargs:
+            return self
         if name in ("stride", "is_contiguous"):  # those of any stacked batch
-            return getattr(Tensor, name)(*args, **kwargs)
-        return batch._moved(name, args[1:], kwargs)
+            return getattr(Tensor, name)(self, *args, **kwargs)
+        return self._moved(name, args, kwargs)
 
     def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result on the GPU that `.to()` or `.cuda()` names; else NotImplemented."""

@@ -188,7 +188,7 @@ def _combined(op: str, function: Callable[..., Any], inputs: Sequence[Any]) -> E
 
 
 def _expression_of(thing: Any) -> Expression | None:
-    if type(thing) is LazyArray or isinstance(thing, LazyTensor):
+    if isinstance(thing, LazyObject):
         return thing.expression
     if isinstance(thing, Tensor):
         on_host = not isinstance(thing, PlaceholderTensor) and thing.device.type == "cpu" and thing.dtype in NAMES
@@ -414,43 +414,33 @@ _IN_PLACE = {"add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__",
 _CASTS = {"float": "float32", "double": "float64", "long": "int64"}
 
 
-class LazyTensor(PlaceholderTensor):
+class LazyTensor(LazyObject, PlaceholderTensor):
     """A tensor that will be computed from a picture."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, lazy: LazyObject) -> None:
-        self.lazy = lazy
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *described: Any) -> None:
+        super().__init__(*described)
 
     @classmethod
     def of(cls, expression: Expression, view_of: LazyObject | None = None) -> Any:
         """The tensor of an expression, which may look at the memory of another object."""
-        return cls(expression.shape, DTYPES[expression.dtype], LazyObject(expression, view_of))
-
-    @property
-    def expression(self) -> Expression | None:
-        """How to compute it; None once it is real."""
-        return self.lazy.expression
-
-    def materialize(self) -> Tensor:
-        """The real tensor; from now on this object stands for it."""
-        real: Tensor = self.lazy.materialize()
-        return real
+        return cls(expression.shape, DTYPES[expression.dtype], expression, view_of)
 
     def materialized(self) -> Tensor | None:
         """The real tensor, if it has been computed."""
-        return self.materialize() if self.expression is None else None
+        return self._real
 
-    @classmethod
-    def record(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call that the GPU can make later; else NotImplemented."""
-        tensor: Any = args[0] if args else None
-        if not isinstance(tensor, cls) or tensor.expression is None:
+        if self.expression is None:
             return NotImplemented
         if name not in _RECORDED:
-            return _view_copy_or_cast(name, tensor, args[1:], kwargs)
-        expression = None if kwargs else _combined(*_RECORDED[name], materialize_arrays(args))
+            return _view_copy_or_cast(name, self, args, kwargs)
+        # torch has rules of its own for the type: to it, arrays and numbers of numpy's have to be real.
+        others = [arg.materialize() if type(arg) is LazyArray else arg for arg in args]
+        expression = None if kwargs else _combined(*_RECORDED[name], [self, *others])
         if name in _IN_PLACE:
-            return tensor if tensor.lazy.replace_in_place(expression) else NotImplemented
-        return NotImplemented if expression is None else cls.of(expression)
+            return self if self.replace_in_place(expression) else NotImplemented
+        return NotImplemented if expression is None else LazyTensor.of(expression)
 
     @staticmethod
     def stack_lazily(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
@@ -469,11 +459,6 @@ class LazyTensor(PlaceholderTensor):
         return DeferredBatch.of(program, stack(pixels), place(_tensor(numbers, dtype=torch.float64)))
 
 
-def materialize_arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call to torch, where arrays and numbers of numpy's have to be real."""
-    return tuple(arg.materialize() if type(arg) is LazyArray else arg for arg in args)
-
-
 def pixels_of(expression: Expression) -> Tensor:
     """The picture an expression starts from, as it was decoded."""
     return _from_numpy(np.require(_asarray(expression.picture), requirements="W"))
@@ -481,8 +466,7 @@ def pixels_of(expression: Expression) -> Tensor:
 
 def _view_copy_or_cast(name: str, tensor: LazyTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same values as a view, a copy, or of another type; NotImplemented where that cannot be recorded."""
-    lazy, expression = tensor.lazy, tensor.expression
-    assert expression is not None
+    expression = tensor._expression
     dtype = _requested_dtype(name, args, kwargs)
     if dtype == expression.dtype:
         return tensor
@@ -496,16 +480,16 @@ def _view_copy_or_cast(name: str, tensor: LazyTensor, args: tuple[Any, ...], kwa
     if name == "clone":
         return LazyTensor.of(expression)
     if name == "contiguous":  # which may be a copy, and may be the tensor itself
-        return LazyTensor.of(expression.then("copy", lambda real: real.contiguous()), lazy)
+        return LazyTensor.of(expression.then("copy", lambda real: real.contiguous()), tensor)
     if name == "detach" or (name in ("view", "reshape") and sizes == shape):
-        return LazyTensor.of(expression, lazy)
+        return LazyTensor.of(expression, tensor)
     if name == "permute" and sorted(sizes) == list(range(len(shape))):
-        return LazyTensor.of(expression.permuted(sizes, lambda real: real.permute(sizes)), lazy)
+        return LazyTensor.of(expression.permuted(sizes, lambda real: real.permute(sizes)), tensor)
     if name == "unsqueeze":
         axis = args[0] % (len(shape) + 1)
         expanded = (*shape[:axis], 1, *shape[axis:])
         return LazyTensor.of(
-            expression.then("expand", lambda real: real.unsqueeze(axis), static=(axis,), shape=expanded), lazy
+            expression.then("expand", lambda real: real.unsqueeze(axis), static=(axis,), shape=expanded), tensor
         )
     return NotImplemented
 
@@ -556,4 +540,4 @@ def _as_tensor(part: Any) -> Any:
 
 def is_lazy(thing: Any) -> bool:
     """Whether it is an array or a tensor that is not real yet."""
-    return (type(thing) is LazyArray or isinstance(thing, LazyTensor)) and thing.expression is not None
+    return isinstance(thing, LazyObject) and thing.expression is not None
