@@ -37,7 +37,7 @@ from benchmarks import workloads  # noqa: E402
 from benchmarks.fixed_by_hand import MISTAKES, WHOLE_EPOCH, Edit, Flags, Mistake  # noqa: E402
 from flatout import trace  # noqa: E402
 from flatout.diagnose.rules import diagnose  # noqa: E402
-from flatout.model.finding import Finding  # noqa: E402
+from flatout.model.causes import Finding  # noqa: E402
 from flatout.model.stats import USUAL_RUN_NOISE  # noqa: E402
 
 STEPS = {"gray": 200, "segment": 200, "captcha": 120, "video": 130, "stock": 500}  # outlast what is prefetched

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from benchmarks.machine import describe, headline  # noqa: E402
-from flatout.diagnose.hot_lines import hot_functions  # noqa: E402
+from flatout.diagnose.breakdown import hot_functions  # noqa: E402
 from flatout.inside.stacks import DENSE_S, StackSampler  # noqa: E402
 from flatout.model.records import Stacks  # noqa: E402
 

@@ -24,8 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.machine import describe, figure, headline  # noqa: E402
-from flatout.model.facts import LoaderFacts  # noqa: E402
-from flatout.model.records import encode  # noqa: E402
+from flatout.model.records import LoaderFacts, encode  # noqa: E402
 from flatout.trace import (  # noqa: E402
     DiskSample,
     Facts,

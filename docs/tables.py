@@ -17,7 +17,7 @@ from pathlib import Path
 from flatout.inside.patches import rows as patch_rows
 from flatout.model.causes import CAUSES, cured_by
 from flatout.model.changes import CHANGES, ChangeSpec
-from flatout.model.readings import GPU_READINGS, HOST_READINGS, Reading
+from flatout.model.formatting import GPU_READINGS, HOST_READINGS, Reading
 
 DOCS = Path(__file__).resolve().parent
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

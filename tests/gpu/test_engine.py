@@ -15,10 +15,9 @@ from torch.utils.data import Dataset
 from flatout.augment import Minimal
 from flatout.engine import Trainer
 from flatout.engine.assemble import fastest_batch
-from flatout.engine.checkpoint import newest
 from flatout.engine.config import TrainConfig
-from flatout.engine.ranks import Ranks
-from flatout.engine.step import TrainStep, choose_precision, uncompile
+from flatout.engine.run_folder import newest
+from flatout.engine.step import Ranks, TrainStep, choose_precision, uncompile
 from flatout.feed import DataLoader
 from flatout.model.errors import UsageError
 

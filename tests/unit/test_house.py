@@ -148,8 +148,7 @@ MAY_WRITE_OTHERWISE = {  # how often at most, and why
     "files.py": (2, "it is how all others write"),
     "trace/writer.py": (2, "a stream: a recording grows while the training runs, and ends with how that ended"),
     "inside/loader_workers.py": (1, "a stream: each loader worker appends to it"),
-    "engine/progress.py": (2, "streams: a row each time the losses are read"),
-    "engine/checkpoint.py": (1, "into the file that files.py has opened"),
+    "engine/run_folder.py": (3, "streams: a row each time the losses are read; into the file that files.py has opened"),
     "top/top_command.py": (
         1,
         "a stream: a row a sample; whether it can be written is tried before anything is measured",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from flatout.model.readings import GPU_READINGS, HOST_READINGS, Reading, shown_in
+from flatout.model.formatting import GPU_READINGS, HOST_READINGS, Reading, shown_in
 from flatout.model.records import GpuSample, HostSample
 from flatout.top.figures import host_readings
 from flatout.trace import Sample

@@ -27,8 +27,8 @@ from flatout import trace  # noqa: E402
 from flatout.diagnose.rules import diagnose  # noqa: E402
 from flatout.engine.assemble import assemble  # noqa: E402
 from flatout.engine.config import load  # noqa: E402
-from flatout.engine.ranks import Ranks  # noqa: E402
-from flatout.model.finding import Finding  # noqa: E402
+from flatout.engine.step import Ranks  # noqa: E402
+from flatout.model.causes import Finding  # noqa: E402
 from workloads.making import MANIFEST, Refused, clear_errors, require  # noqa: E402
 
 NAMES = ("gray", "stock", "segment", "captcha", "video")

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.model.errors import UsageError
-from flatout.model.inputs import is_file, text_of
-from flatout.model.notebook import read_notebook
+from flatout.model.inputs import is_file, read_notebook, text_of
 
 Node = Any  # an ast.AST with two attributes more: `file` and `around`
 LOOPS = (ast.For, ast.While)

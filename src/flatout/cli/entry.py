@@ -23,7 +23,7 @@ from flatout.model.formatting import printable
 from flatout.redact import redact_text
 
 if TYPE_CHECKING:
-    from flatout.report.costs import Price
+    from flatout.report.account import Price
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -122,7 +122,7 @@ def price_of_an_hour(what_for: str) -> Any:
 
 def read_price(text: str | None) -> Price | None:
     """What a person gave as --price."""
-    from flatout.report.costs import Price
+    from flatout.report.account import Price
 
     try:
         return Price.of(text) if text is not None else None

@@ -79,10 +79,10 @@ def fix(
     check_outputs(json, html)
     check_writable(out)
     check_writable(runs.parent, folder=True)
-    with FixProgress(console(stderr=True), budget_s) as progress:
-        result = search(
-            command, wishes, budget_s=budget_s, steps=steps, progress=progress, keep_in=runs, unprotected=unprotected
-        )
+    progress = FixProgress(console(stderr=True))
+    result = search(
+        command, wishes, budget_s=budget_s, steps=steps, progress=progress, keep_in=runs, unprotected=unprotected
+    )
     not_saved = save_plan(result.plan, out, has_gains=bool(result.kept))
     write_report(report_fix(result, command, str(out), hourly_price), json, html, console())
     if result.written:

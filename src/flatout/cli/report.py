@@ -15,7 +15,7 @@ from flatout.model.errors import FlatoutError
 from flatout.redact import redact_text
 
 if TYPE_CHECKING:
-    from flatout.report.costs import Price
+    from flatout.report.account import Price
 
 
 @verb()
@@ -75,8 +75,8 @@ def summarize_run(
 
     try:
         result = report_run([folder], price)
-        if changed and result.run is not None and result.run.account.changes:
-            print(f"flatout: {result.run.account.changes}", file=sys.stderr)
+        if changed and result.run is not None and result.run.changes:
+            print(f"flatout: {result.run.changes}", file=sys.stderr)
         write_report(result, json_to, html_to, None if quiet else console(stderr=True))
     except FlatoutError as problem:
         print(f"flatout: {redact_text(str(problem))}", file=sys.stderr)

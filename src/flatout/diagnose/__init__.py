@@ -1,9 +1,9 @@
 """DIAGNOSE: from a Trace to what it means. Reads saved traces only; never imports torch or what runs inside.
 
-    Trace ──breakdown──► Breakdown     where the wall time went; the parts add up
-      └──rank_metrics──► RankMetrics   the figures the rules reason about (replay: a step without one of its causes)
-              └──rules──► Findings     loading, copy, compute, machine and rank rules; ignored_settings
+    Trace ──breakdown──► where the wall time went, by phase and by line
+      └──rank_metrics──► RankMetrics, the figures that the rules reason about
+              └──rules──► findings of loading, host, compute and machine rules, and settings without effect
+                    └──by_cause──► the account by cause, which bounds what a finding may promise
 
-`gains` says what each finding would give, `find_knobs` where the script reads a setting. Causes and changes
-are defined in `model`.
+Causes and changes are defined in `model`.
 """

@@ -1,43 +1,58 @@
-"""Metrics and findings → CauseAccount: training's time by cause. Its charges add up to one.
+"""What each cause takes of the time, and so what fixing it may promise.
 
     useful       the GPU computes what training needs (without a GPU: the phases that compute)
-    idle         the GPU waits, for one cause; or for a phase in which no cause was found
+    idle         the GPU waits, for one cause; or in one phase, where no cause was found
     wasteful     the GPU computes what a finding would spare
     measuring    flatout's own work
+    remainder    waits too short to be told apart
 
-A phase is charged to the finding that explains it (`CAUSE_OF_PHASE`). What a finding about the GPU's own work would
-spare is taken out of the useful time. Waits too short for a finding are the remainder.
+Training's time lies in pools: the GPU's idle time by phase, and its useful time. Findings take from them one after the
+other, the surest first, so no time is charged twice and the charges add up to one. A finding promises at most what
+taking away its charge gives; all of them together then promise at most wall time ÷ useful time.
+
+The gains are keyword arguments of a Finding: a range of factors of speed. Its upper end is what the evidence leaves
+room for, its lower end what the evidence makes sure of, 1.0 for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from flatout.diagnose.breakdown import Part
-from flatout.diagnose.rank_metrics import LAUNCHING, RankMetrics
-from flatout.model.finding import Finding
+from flatout.diagnose.breakdown import REST, Part
+from flatout.diagnose.rank_metrics import LAUNCHING, MAX_SAVED, RankMetrics
+from flatout.model.causes import Finding
 
 Kind = Literal["useful", "idle", "wasteful", "measuring", "remainder"]
 
-USEFUL = "useful work"
-CAUSE_OF_PHASE = {
-    "data": "data.",
-    "loader start": "data.worker-start",
-    "sync": "sync.item",
-    "copy": "copy.",
-    "evaluation": "pause.eval",
-    "checkpoint": "pause.checkpoint",
-    "logging": "pause.logging",
-    "gc": "pause.gc",
-    "rest": "host.python",
-}
+MIN_SHARE = 0.03  # of the time: a cause that takes less is not reported
+USEFUL, LAUNCH = "useful work", "launch"  # pools beside the phases
+FROM_KERNELS = "model of the kernels"
+LOADER_LIMITS = ", as far as the loader can follow"
+FROM_CEILING, FROM_STEP, FROM_TIME = "measured ceiling", "model of the step", "share of the time"
+_SUPPLY_ERROR = 1.05  # workers were timed while they shared the cores
 _OWN = "flatout"
 _COMPUTES = ("forward", "loss", "backward", "optimizer", "copy", "held")
-# What these findings would spare is computed, or waited for by kernels that run.
-_IN_USEFUL_TIME = ("compute.", "memory.", "dist.", "hardware.", "copy.", "drift.")
+_MOST_OF_USEFUL = 0.95  # that one finding may call wasteful
 _LEAST = 0.005  # of the time: less is part of the remainder
+# The pools a finding takes from, by how its code begins; those of no entry take from the useful time.
+_POOLS = {
+    "data.worker-start": ("loader start", "data"),
+    "data.": ("data",),
+    "sync.item": ("sync", LAUNCH, REST),  # the host is held up: the GPU stands idle later, when launches come late
+    "copy.": ("copy", LAUNCH, REST, USEFUL),
+    "host.python": (REST,),
+    "launch.bound": (LAUNCH,),
+    "pause.eval": ("evaluation",),
+    "pause.checkpoint": ("checkpoint",),
+    "pause.logging": ("logging",),
+    "pause.gc": ("gc",),
+}
+_TAKES_ITS_SHARE = ("drift.", "data.worker-start", "sync.", "copy.")  # in this order; the others take all there is
+_WASTEFUL = ("compute.", "memory.", "copy.", "dist.", "hardware.", "config.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,42 +82,51 @@ class CauseAccount:
         """The share that no cause explains."""
         return sum(charge.share for charge in self.charges if charge.kind == "remainder")
 
-    @property
-    def waits_for_data(self) -> float:
-        """The share of waits for data, whatever their cause."""
-        return sum(charge.share for charge in self.charges if (charge.code or charge.name).startswith("data"))
+    def share_of(self, finding: Finding) -> float:
+        """The share of time that a finding is charged with: 0 where others explain all of it."""
+        return sum(charge.share for charge in self.charges if charge.name == finding.title)
 
-    def charge_of(self, finding: Finding) -> Charge | None:
-        """What a finding is charged with; None where it explains no time of its own."""
-        return next((charge for charge in self.charges if charge.name == finding.title), None)
+    def bounded(self, finding: Finding) -> Finding:
+        """The same finding with the share it is charged with, and no promise beyond that.
+
+        One about a wait for data that a surer finding is charged with may promise as much, in place of that one.
+        """
+        share = self.share_of(finding)
+        if not share and finding.code.startswith("data."):
+            waits = sum(charge.share for charge in self.charges if (charge.code or charge.name).startswith("data"))
+            share = min(finding.share, waits)
+        low, high = finding.gain_low, min(finding.gain_high, factor(share))
+        if 1 < high < finding.gain_high:  # as sure of a part of it as before
+            low = min(low, 1 + (low - 1) * (high - 1) / (finding.gain_high - 1))
+        return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(low, high))
 
 
 def by_cause(metrics: RankMetrics, findings: Sequence[Finding]) -> CauseAccount:
     """The account of one rank."""
-    idle = {phase: share for phase, share in _idle_by_phase(metrics).items() if share > 0}
-    charges = [
-        *_grown(findings, idle),
-        *_starting_workers(metrics, findings, idle),
-        *_held_up(findings, idle),
-    ]
-    unexplained = 0.0
-    for phase, share in idle.items():
-        if phase == _OWN:
-            charges.append(Charge(kind="measuring", name="flatout's own work", share=share))
-            continue
-        finding = _explains(phase, findings)
-        if finding is not None:
-            charges.append(_charged("idle", finding, share))
-        elif share >= _LEAST:
-            charges.append(Charge(kind="remainder", name=phase, share=share))
+    pools = _idle_by_phase(metrics)
+    measuring = pools.pop(_OWN, 0.0)
+    useful = pools[USEFUL] = max(0.0, 1.0 - sum(pools.values()) - measuring)
+    charges = [Charge(kind="measuring", name="flatout's own work", share=measuring)]
+    for finding in sorted(findings, key=_turn):
+        share = 0.0
+        for pool, most in _wants(finding, metrics, pools, useful):
+            taken = min(pools.get(pool, 0.0), most)
+            pools[pool] = pools.get(pool, 0.0) - taken
+            share += taken
+        if share >= _LEAST:
+            kind: Kind = "idle"
+            if finding.code.startswith(_WASTEFUL) and not _lacks_cores(finding):
+                kind = "wasteful"
+            charges.append(Charge(kind=kind, name=finding.title, share=share, code=finding.code, where=finding.where))
         else:
-            unexplained += share
-    useful = max(0.0, 1.0 - sum(charge.share for charge in charges) - unexplained)
-    wasted, useful = _wasted(findings, charges, useful)
-    charges = sorted([*_merged(charges), *wasted], key=lambda charge: (charge.kind == "remainder", -charge.share))
-    if unexplained:
-        charges.append(Charge(kind="remainder", name="short waits", share=unexplained))
-    return CauseAccount(charges=(Charge(kind="useful", name=USEFUL, share=useful), *charges))
+            pools[USEFUL] += share
+    left = pools.pop(USEFUL)
+    charges += [Charge(kind="idle", name=phase, share=share) for phase, share in pools.items() if share >= _LEAST]
+    charges = sorted((charge for charge in charges if charge.share), key=lambda charge: -charge.share)
+    short = sum(share for share in pools.values() if share < _LEAST)
+    if short:
+        charges.append(Charge(kind="remainder", name="short waits", share=short))
+    return CauseAccount(charges=(Charge(kind="useful", name=USEFUL, share=left), *charges))
 
 
 def _idle_by_phase(metrics: RankMetrics) -> dict[str, float]:
@@ -111,14 +135,20 @@ def _idle_by_phase(metrics: RankMetrics) -> dict[str, float]:
     for part in metrics.breakdown.training:
         if part.name not in _COMPUTES:
             idle[part.name] = idle.get(part.name, 0.0) + _idle_share(metrics, part)
-    if not metrics.on_gpu:
-        return idle
-    launch = metrics.waits_for_launches(*(phase for phase in LAUNCHING if phase not in idle))
-    if metrics.busy_share is not None:
-        room = 1.0 - metrics.busy_share
-        waits = sum(share for phase, share in idle.items() if phase != _OWN)
-        launch = min(launch, max(0.0, room - waits))  # an X-ray slows the host down
-    return idle | {"launch": launch}
+    own_code = metrics.own_code_within("forward") + metrics.own_code_within("loss")
+    if metrics.on_gpu:
+        launch = metrics.waits_for_launches(*(phase for phase in LAUNCHING if phase not in idle))
+        if metrics.busy_share is not None:  # between its events the GPU may work longer than it seems
+            room, own = 1.0 - metrics.busy_share, idle.pop(_OWN, 0.0)
+            scale = min(1.0, room / (sum(idle.values()) or 1.0))
+            idle = {phase: share * scale for phase, share in idle.items()}
+            launch = max(0.0, min(launch, room - sum(idle.values()) - own))  # an X-ray slows the host down
+            idle[_OWN] = own
+        own_code = min(own_code, launch)
+        idle[LAUNCH] = launch - own_code
+    if own_code:
+        idle[REST] = idle.get(REST, 0.0) + own_code
+    return idle
 
 
 def _idle_share(metrics: RankMetrics, part: Part) -> float:
@@ -132,99 +162,110 @@ def _idle_share(metrics: RankMetrics, part: Part) -> float:
     return part.share if saved is None else min(part.share, saved)
 
 
-def _starting_workers(metrics: RankMetrics, findings: Sequence[Finding], idle: dict[str, float]) -> list[Charge]:
-    """The wait for a first batch belongs to the start of the workers that make it; it is taken out of `idle`."""
-    finding = _explains("loader start", findings)
-    if finding is None:
-        return []
-    started = idle.pop("loader start", 0.0)
-    beyond = min(idle.get("data", 0.0), max(0.0, metrics.start_share - started))
-    idle["data"] = idle.get("data", 0.0) - beyond
-    return [_charged("idle", finding, started + beyond)]
+def _turn(finding: Finding) -> tuple[int, float]:
+    """What is known to the millisecond takes first, then waits by how sure they are, then what the GPU's own work would
+    be spared. The load of others explains what is left."""
+    cause = _cause(finding)
+    if _lacks_cores(finding):
+        return 3, 0.0
+    for place, begin in enumerate(_TAKES_ITS_SHARE):
+        if cause.startswith(begin):
+            return 0, place
+    if cause.startswith(tuple(_POOLS)):
+        return 1, -finding.confidence
+    return 2, -finding.gain_high
 
 
-def _grown(findings: Sequence[Finding], idle: dict[str, float]) -> list[Charge]:
-    """What a phase has grown by over the run is charged to that, before what the phase takes anyway."""
-    charges = []
-    for finding in findings:
-        taken = min(idle.get(finding.evidence.get("grows_most", ""), 0.0), finding.share)
-        if taken > 0:
-            idle[finding.evidence["grows_most"]] -= taken
-            charges.append(_charged("idle", finding, taken))
-    return charges
+def _lacks_cores(finding: Finding) -> bool:
+    return finding.code == "hardware.shared" and "without_a_core" in finding.evidence
 
 
-def _held_up(findings: Sequence[Finding], idle: dict[str, float]) -> list[Charge]:
-    """Waits for the GPU and copies hold the host up: the GPU stands idle later, when launches come late. What they
-    explain of that is taken out of `idle`."""
-    charges = []
-    for phase in ("sync", "copy"):
-        finding = _explains(phase, findings)
-        if finding is None:
-            continue
-        share = 0.0
-        for late in (phase, "launch", "rest"):
-            taken = min(idle.get(late, 0.0), finding.share - share)
-            if taken > 0:
-                idle[late] -= taken
-                share += taken
-        if phase == "copy":
-            charges.append(_charged("wasteful", finding, max(share, finding.share)))  # the GPU copies, and computes not
-        elif share:
-            charges.append(_charged("idle", finding, share))
-    return charges
+def _cause(finding: Finding) -> str:
+    """What a finding is about: a setting without effect stands for the cause that it would have cured."""
+    return str(finding.evidence.get("cause", finding.code)) if finding.code == "config.ignored" else finding.code
 
 
-def _explains(phase: str, findings: Sequence[Finding]) -> Finding | None:
-    """The finding that a phase is charged to, the surest of them: of its cause, or of a setting that would have
-    cured it."""
-    code = "launch.bound" if phase == "launch" else CAUSE_OF_PHASE.get(phase)
-    if code is None:
-        return None
-    fitting = []
-    for finding in findings:
-        cause = finding.evidence.get("cause", "") if finding.code == "config.ignored" else finding.code
-        if cause.startswith(code) and (phase != "data" or cause != "data.worker-start"):
-            fitting.append(finding)
-    if phase == "data" and not fitting:  # workers that have no core are late
-        fitting = [finding for finding in findings if "without_a_core" in finding.evidence]
-    return max(fitting, key=lambda finding: finding.confidence, default=None)
+def _wants(
+    finding: Finding, metrics: RankMetrics, pools: dict[str, float], useful: float
+) -> Iterable[tuple[str, float]]:
+    """How much a finding takes from which pools, at most."""
+    cause = _cause(finding)
+    if _lacks_cores(finding):
+        for pool in pools:
+            waits = pools[pool] * finding.share
+            if pool == "data" and metrics.workers:
+                waits = math.inf  # workers that have no core are late
+            elif pool == USEFUL and metrics.on_gpu and metrics.steps_with_events:
+                waits = 0.0  # the GPU was seen to be at work
+            yield pool, waits
+        return
+    names = next((names for begin, names in _POOLS.items() if cause.startswith(begin)), (USEFUL,))
+    left = math.inf
+    if cause == "drift.slower":
+        names = (finding.evidence["grows_most"], USEFUL)
+    if cause == "data.worker-start":
+        left = min(finding.share, metrics.start_share)
+    elif cause.startswith(_TAKES_ITS_SHARE):
+        left = finding.share
+    elif names == (USEFUL,):
+        spared = 1 - 1 / finding.gain_high  # of all the time: each takes that part of what is left
+        left = pools[USEFUL] * min(_MOST_OF_USEFUL, spared / useful) if useful else 0.0
+    for name in names:
+        taken = min(left, pools.get(name, 0.0))
+        yield name, taken
+        left -= taken
 
 
-def _charged(kind: Kind, finding: Finding, share: float) -> Charge:
-    return Charge(kind=kind, name=finding.title, share=share, code=finding.code, where=finding.where)
+# What fixing one cause alone would give
 
 
-def _wasted(findings: Sequence[Finding], charged: Sequence[Charge], useful: float) -> tuple[list[Charge], float]:
-    """What findings about the GPU's own work would spare, each out of what the others leave."""
-    known = {charge.name for charge in charged}
-    charges = []
-    for finding in sorted(findings, key=lambda finding: -finding.gain_high):
-        in_useful_time = finding.code.startswith(_IN_USEFUL_TIME) or finding.code == "config.ignored"
-        if finding.title in known or not in_useful_time:
-            continue
-        middle = (finding.gain_low + finding.gain_high) / 2
-        share = min(useful, useful * (1 - 1 / middle))
-        if share >= _LEAST:
-            known.add(finding.title)
-            useful -= share
-            charges.append(_charged("wasteful", finding, share))
-    return charges, useful
+def gain_if_fed(metrics: RankMetrics, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
+    """Waiting for batches takes a share `saved` less; the loader delivers `least` to `most` times what is used now."""
+    if not metrics.on_gpu:  # training needs the cores that load, so nothing is sure
+        least, most = 1.0, min(most, 1 / max(0.01, metrics.own_cpu_share or 0.0))
+    ceiling = metrics.headroom
+    if metrics.ceiling is None:
+        ceiling = min(factor(saved), ceiling)
+    return _range(min(factor(saved), least), min(most, ceiling), _source(metrics))
 
 
-def _merged(charges: Sequence[Charge]) -> list[Charge]:
-    """Entries of one cause as one: it may explain several phases."""
-    merged: dict[tuple[str | None, str], Charge] = {}
-    for charge in charges:
-        key = charge.code, charge.name
-        before = merged.get(key)
-        if before is not None:
-            charge = Charge(
-                kind=charge.kind,
-                name=charge.name,
-                share=before.share + charge.share,
-                code=charge.code,
-                where=charge.where or before.where,
-            )
-        merged[key] = charge
-    return list(merged.values())
+def gain_if_host_spared(metrics: RankMetrics, low: float, high: float) -> dict[str, Any]:
+    """The host needs these shares of the step less: no further than the measured ceiling."""
+    return _range(factor(low), min(factor(high), metrics.headroom), _source(metrics))
+
+
+def gain_if_gpu_spared(metrics: RankMetrics, low: float, high: float) -> dict[str, Any]:
+    """The GPU needs these shares of the time less: no further than the loader delivers as it is."""
+    most, derived = factor(high), FROM_KERNELS
+    if most > metrics.supply:
+        derived += LOADER_LIMITS
+    return _range(min(factor(low), metrics.supply), min(most, _SUPPLY_ERROR * metrics.supply), derived)
+
+
+def gain_if_removed(low: float, high: float) -> dict[str, Any]:
+    """These shares of the time are no longer spent."""
+    return _range(factor(low), factor(high), FROM_TIME)
+
+
+def factor(saved: float) -> float:
+    """How many times as fast training is when a share of its time is saved."""
+    return 1 / (1 - min(MAX_SAVED, max(0.0, saved)))
+
+
+def data_saved(metrics: RankMetrics) -> float:
+    """The share of a step that would be saved if batches were there when asked for."""
+    return metrics.saved_without("data") or 0.0
+
+
+def rounded(value: float | None) -> float | None:
+    """As many digits as evidence needs."""
+    return round(value, 4) if value is not None else None
+
+
+def _range(low: float, high: float, derived: str) -> dict[str, Any]:
+    high = max(1.0, high)
+    return {"gain_low": max(1.0, min(low, high)), "gain_high": high, "derived": derived}
+
+
+def _source(metrics: RankMetrics) -> str:
+    return FROM_CEILING if metrics.ceiling is not None else FROM_STEP

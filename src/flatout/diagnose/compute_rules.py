@@ -1,32 +1,22 @@
-"""Rules about computing: launches, precision, layout, the optimizer, small batches. All but the last need an
-X-ray.
-
-The time the GPU waits for its host does not shrink with the GPU's work. `worth_it_later` reports such costs
-that are small now, and matter once that work is as short as other findings promise.
-"""
+"""Rules about computing: launches, precision, layout, the optimizer, padding, small batches. Most need an X-ray."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from typing import Any
 
-from flatout.diagnose.gains import FROM_KERNELS, MIN_SHARE, data_saved, gain_if_gpu_spared, rounded
-from flatout.diagnose.hot_lines import in_training
+from flatout.diagnose.breakdown import in_training
+from flatout.diagnose.by_cause import MIN_SHARE, data_saved, gain_if_gpu_spared, rounded
 from flatout.diagnose.rank_metrics import LATE_LAUNCHES, LAUNCHING, RankMetrics
-from flatout.model.finding import Finding
-from flatout.trace import Xray
+from flatout.model.causes import Finding
 
 FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
 _MIN_OPTIMIZER = 0.05  # of the step
 _MIN_MATRIX = 0.10  # of the time
 _MIN_JOINABLE = 0.20  # of the time
 _MIN_PADDING = 0.15  # of the tokens
-_SMALL_KERNEL_US = 20
 _IDLE_MEMORY = 0.3  # of the GPU's memory in use, at the most, where a larger batch has room
 _IDLE_SM_PCT = 40
-_LARGER_BATCH = "a larger batch, with the learning rate scaled (what is learned changes)"
 _TRANSPOSES = re.compile("nchwToNhwc|nhwcToNchw")
 _NORMS = re.compile("batch_?norm|bn_[fb]w")
 _SOFTMAX = re.compile("(?<!log)(?<!log_)softmax", re.IGNORECASE)
@@ -40,16 +30,15 @@ def launch_bound(metrics: RankMetrics) -> Finding | None:
         return None
     idle_ms = sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING)
     busy_ms = sum(xray.busy_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING)
-    late = idle_ms >= LATE_LAUNCHES * (idle_ms + busy_ms)
     lost, median_us = metrics.waits_for_launches(), xray.kernel_us.quantile(0.5) or 0.0
     # Beside a long wait for data the step as a whole may lose little by it.
-    if not late or lost < MIN_SHARE or median_us > _SMALL_KERNEL_US:
+    if idle_ms < LATE_LAUNCHES * (idle_ms + busy_ms) or lost < MIN_SHARE:
         return None
     kernels, batch = xray.kernels / xray.steps, metrics.loader.batch_size
     return Finding(
         code="launch.bound",
-        title=f"{kernels:,.0f} kernels a step, half of them below {median_us:.0f} µs: "
-        f"the host cannot launch them as fast as the GPU ends them",
+        title=f"the GPU waits {lost:.0%} of the time for the host to launch its kernels: {kernels:,.0f} a step, "
+        f"half of them below {median_us:.0f} µs",
         share=lost,
         **gain_if_gpu_spared(metrics, lost / 2, lost),  # twice the batch has half as many launches a sample
         confidence=0.85,
@@ -67,8 +56,8 @@ def precision(metrics: RankMetrics) -> Finding | None:
         return None
     if any(dtype != "None" for dtype in facts.autocast):
         return None
-    matrix, outside = min(1.0, xray.matrix_ms / xray.busy_ms), _outside_tensor_cores_ms(xray) / xray.busy_ms
-    working = metrics.busy_share or 1.0
+    matrix, working = min(1.0, xray.matrix_ms / xray.busy_ms), metrics.busy_share or 1.0
+    outside = max(0.0, xray.matrix_ms - xray.tensor_core_ms) / xray.busy_ms
     if working * matrix < _MIN_MATRIX:
         return None
     # Outside the tensor cores a product becomes at least twice as fast, and eight times at best. Everything else
@@ -86,20 +75,6 @@ def precision(metrics: RankMetrics) -> Finding | None:
         value="bf16",
         advice="torch.autocast('cuda', torch.bfloat16) around the forward pass (fp16 with a scaler on older GPUs)",
     )
-
-
-def gain_of_tf32(metrics: RankMetrics) -> dict[str, Any]:
-    """Matrix work outside the tensor cores moves in, and is eight times as fast at best."""
-    outside = _share_of_gpu(metrics, _outside_tensor_cores_ms(metrics.xray))
-    return gain_if_gpu_spared(metrics, 0.0, outside * 7 / 8 * metrics.saved_at_most)
-
-
-def gain_of_cudnn_benchmark(metrics: RankMetrics) -> dict[str, Any]:
-    """cuDNN finds faster kernels, none more than twice as fast."""
-    matrix = 0.0
-    if metrics.xray is not None:
-        matrix = _share_of_gpu(metrics, min(metrics.xray.matrix_ms, metrics.xray.busy_ms))
-    return gain_if_gpu_spared(metrics, 0.0, matrix / 2 * metrics.saved_at_most)
 
 
 def layout(metrics: RankMetrics) -> Finding | None:
@@ -124,21 +99,16 @@ def layout(metrics: RankMetrics) -> Finding | None:
 
 def optimizer(metrics: RankMetrics) -> Finding | None:
     """The optimizer step is not fused, and takes long."""
-    return _unfused_optimizer(metrics, at_least=_MIN_OPTIMIZER)
-
-
-def _unfused_optimizer(metrics: RankMetrics, *, at_least: float) -> Finding | None:
     xray, facts = metrics.xray, metrics.facts
     if xray is None or facts.optimizer_fused or not metrics.step_ms:
         return None
     spent_ms = xray.busy_by_phase_ms.get("optimizer", 0.0) + xray.idle_by_phase_ms.get("optimizer", 0.0)
     share, name = spent_ms / xray.wall_ms, facts.optimizer
-    if share < at_least:
+    if share < _MIN_OPTIMIZER:
         return None
-    how = "steps in a loop of small kernels:"
-    more: dict[str, Any] = {"advice": "an optimizer that has fused=True or foreach=True"}
+    how, change, advice = "steps in a loop of small kernels:", None, "an optimizer that has fused=True or foreach=True"
     if name in FUSABLE:
-        more = {"change": "fused_optimizer", "value": True, "advice": f"torch.optim.{name}(…, fused=True)"}
+        change, advice = "fused_optimizer", f"torch.optim.{name}(…, fused=True)"
         if facts.optimizer_foreach is not False:
             how = "is not fused, and takes"
     return Finding(
@@ -148,13 +118,19 @@ def _unfused_optimizer(metrics: RankMetrics, *, at_least: float) -> Finding | No
         **gain_if_gpu_spared(metrics, 0.0, share),
         confidence=0.7,
         evidence={"optimizer_ms": rounded(spent_ms / xray.steps)},
-        **more,
+        change=change,
+        value=change and True,
+        advice=advice,
     )
 
 
 def eager(metrics: RankMetrics) -> Finding | None:
     """Elementwise kernels run one by one that torch.compile would join."""
-    share = max(0.0, _share_of_kernels(metrics, _JOINABLE) - _share_of_looping_optimizer(metrics))
+    share = _share_of_kernels(metrics, _JOINABLE)
+    xray = metrics.xray
+    if xray is not None and not any("multi_tensor" in name for name in xray.top_ms):
+        # An optimizer's elementwise kernels: compiling the model joins none of them.
+        share -= _share_of_gpu(metrics, xray.busy_by_phase_ms.get("optimizer", 0.0))
     if metrics.facts.compiled or share < _MIN_JOINABLE:
         return None
     return Finding(
@@ -216,80 +192,26 @@ def padding(metrics: RankMetrics) -> Finding | None:
 
 def small_batch(metrics: RankMetrics) -> Finding | None:
     """The batch uses a small part of the GPU's memory and of its processors."""
-    small, active = _batch_and_memory(metrics), metrics.gpu("sm_active_pct").mean
-    if small is None or active is None or active > _IDLE_SM_PCT:
+    total, reserved = metrics.gpu("memory_total_bytes").high, metrics.facts.memory_reserved_bytes
+    batch, active = metrics.loader.batch_size, metrics.gpu("sm_active_pct").mean
+    if not reserved or not math.isfinite(total) or not batch or active is None or active > _IDLE_SM_PCT:
         return None
-    batch, used = small
+    used = reserved / total
+    if used > _IDLE_MEMORY or data_saved(metrics) > 0.2:
+        return None
     room = min(4.0, 0.7 / used)
+    faster = max(1.0, min(room, 100 / max(1.0, active)))
     return Finding(
         code="memory.underused",
         title=f"a batch of {batch} uses {used:.0%} of the GPU's memory and {active:.0f}% of its processors",
         share=1 - active / 100,
-        gain_high=max(1.0, min(room, 100 / max(1.0, active))),
-        derived=FROM_KERNELS,
+        **gain_if_gpu_spared(metrics, 0.0, (metrics.busy_share or 1.0) * (1 - 1 / faster)),
         confidence=0.5,
         evidence={"memory_share": rounded(used), "sm_active_pct": rounded(active)},
         change="batch_size",
         value=int(2 ** math.floor(math.log2(batch * room))),
-        advice=_LARGER_BATCH,
+        advice="a larger batch, with the learning rate scaled (what is learned changes)",
     )
-
-
-def worth_it_later(metrics: RankMetrics, found: Iterable[Finding]) -> list[Finding]:
-    """What will matter when the GPU has less to do, by as much as these findings promise (the middle of each
-    range).
-
-    Their own ranges are for fixing them alone: small, and never the verdict.
-    """
-    found = list(found)
-    shorter = 1.0
-    for finding in found:
-        asks_for_other_work = finding.change in ("batch_size", "fused_optimizer")
-        if finding.derived.startswith(FROM_KERNELS) and not asks_for_other_work:
-            shorter *= (finding.gain_low + finding.gain_high) / 2
-    if shorter == 1:
-        return []
-    later = (
-        _unfused_optimizer(metrics, at_least=MIN_SHARE / shorter),
-        _gaps_between_kernels(metrics, at_least=MIN_SHARE / shorter),
-    )
-    known = {finding.code for finding in found}
-    return [finding for finding in later if finding is not None and finding.code not in known]
-
-
-def _gaps_between_kernels(metrics: RankMetrics, *, at_least: float) -> Finding | None:
-    """Gaps come with each step: for as many samples twice the batch has half of them."""
-    small, lost = _batch_and_memory(metrics), metrics.waits_for_launches()
-    if small is None or lost / 2 < at_least:
-        return None
-    batch, used = small
-    return Finding(
-        code="memory.underused",
-        title=f"a batch of {batch} uses {used:.0%} of the GPU's memory, and in each step the GPU waits for launches: "
-        f"{lost:.0%} of the time",
-        share=lost,
-        **gain_if_gpu_spared(metrics, 0.0, lost),  # the X-ray slows the host down: gaps are shorter without it
-        confidence=0.5,
-        evidence={"memory_share": rounded(used), "waiting_for_launches": rounded(lost)},
-        change="batch_size",
-        value=2 * batch,
-        advice=_LARGER_BATCH,
-    )
-
-
-def _batch_and_memory(metrics: RankMetrics) -> tuple[int, float] | None:
-    """The batch and the share of the GPU's memory it uses, where there is room for a larger one."""
-    total, reserved = metrics.gpu("memory_total_bytes").high, metrics.facts.memory_reserved_bytes
-    batch = metrics.loader.batch_size
-    if not reserved or not math.isfinite(total) or not batch:
-        return None
-    if reserved / total > _IDLE_MEMORY or data_saved(metrics) > 0.2:
-        return None
-    return batch, reserved / total
-
-
-def _outside_tensor_cores_ms(xray: Xray | None) -> float:
-    return max(0.0, xray.matrix_ms - xray.tensor_core_ms) if xray is not None else 0.0
 
 
 def _share_of_gpu(metrics: RankMetrics, ms: float) -> float:
@@ -305,11 +227,3 @@ def _share_of_kernels(metrics: RankMetrics, pattern: re.Pattern[str]) -> float:
     if metrics.xray is None:
         return 0.0
     return _share_of_gpu(metrics, sum(ms for name, ms in metrics.xray.top_ms.items() if pattern.search(name)))
-
-
-def _share_of_looping_optimizer(metrics: RankMetrics) -> float:
-    """The share of the time that an optimizer's elementwise kernels take: compiling the model joins none of them."""
-    xray = metrics.xray
-    if xray is None or any("multi_tensor" in name for name in xray.top_ms):
-        return 0.0
-    return _share_of_gpu(metrics, xray.busy_by_phase_ms.get("optimizer", 0.0))

@@ -1,31 +1,38 @@
-"""RankMetrics: the figures of one rank that the rules reason about, each computed once, when it is first
-asked for.
+"""RankMetrics: the figures of one rank that the rules reason about, each worked out when it is first asked for.
 
-Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs it stays
-silent.
+Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs it stays silent.
+
+How long a step would take without one of its causes is worked out span by span. The GPU reaches the end of span i when
+it has done all work before it and the host has launched the span:
+
+    gpu[i+1] = max(gpu[i] + work[i], host[i+1])
+
+A span in which nothing is launched has no work. Elsewhere it is the GPU's time between the span's two events, less the
+gaps between its kernels where an X-ray has measured them. This tells an `.item()` that leaves the GPU without work from
+one that waits for useful work.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from flatout.diagnose.breakdown import Breakdown, breakdown
-from flatout.diagnose.find_knobs import Knob, every_knob
-from flatout.diagnose.hot_lines import ENOUGH_LOOKS
-from flatout.diagnose.replay import gain_without
-from flatout.model.facts import NO_LOADER, Facts, LoaderFacts
-from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
+from flatout.diagnose.breakdown import ENOUGH_LOOKS, Breakdown, breakdown, in_training
+from flatout.model.records import NO_LOADER, Facts, LoaderFacts
+from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Span, Step, Trace, WorkerReport, Xray
 
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")  # phases in which kernels are launched
 LATE_LAUNCHES = 0.15  # of the time of a phase: beyond this the GPU waits for the host in it
 MIN_CEILING = 0.8  # of the run's own speed: a ceiling below this was disturbed by others
 MAX_SAVED = 0.99  # a share of the time that can be saved at the most
+CPU_FULL = 0.85  # of the cores
+NO_CORE = 0.25  # of loading time that a worker is ready and has no core
+_OTHERS_CORES = 0.4  # of all cores, that others keep busy
 _MOST_STEPS = 200  # with events, that are replayed
+_ROUNDS, _STEADY = 24, 12  # a step is replayed so often, and counts the last times
 _NO_WAIT = 0.01  # of the time: training that waits less for data has all the data it wants
 
 
@@ -61,11 +68,6 @@ class RankMetrics:
     def facts(self) -> Facts:
         return self.rank.facts
 
-    @cached_property
-    def settings(self) -> list[Knob]:
-        """Every plain value the script read."""
-        return every_knob(self.facts.settings)
-
     @property
     def xray(self) -> Xray | None:
         return self.rank.xray
@@ -74,7 +76,7 @@ class RankMetrics:
     def on_gpu(self) -> bool:
         return self.facts.on_gpu
 
-    # -- the loader and its workers
+    # The loader and its workers
 
     @cached_property
     def loader(self) -> LoaderFacts:
@@ -93,8 +95,7 @@ class RankMetrics:
     def _batches_a_step(self) -> float:
         """More than 1 where gradients are accumulated, less where several optimizers step for each batch.
 
-        Backward passes count accumulation, but there may be several for one batch: the samples of a step
-        tell.
+        Backward passes count accumulation, but there may be several for one batch: the samples of a step tell.
         """
         backward = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
         batch, seen = self.loader.batch_size, self.breakdown
@@ -123,7 +124,7 @@ class RankMetrics:
         """The last report of each worker of that loader; of the training process with num_workers=0."""
         if self.loader is NO_LOADER:
             return ()
-        name, length = self.loader.dataset.rpartition(".")[2], self.loader.length
+        name, length = self.loader.class_name, self.loader.length
         return tuple(r for r in self.rank.workers if r.dataset == name and r.length == length and r.samples)
 
     @cached_property
@@ -134,10 +135,10 @@ class RankMetrics:
     @cached_property
     def transforms_ms(self) -> dict[str, float]:
         """How long each transform takes of a sample."""
-        spent: dict[str, float] = {}
+        samples, spent = self._total("samples"), dict.fromkeys((n for r in self.reports for n in r.transforms_s), 0.0)
         for report in self.reports:
             for name, seconds in report.transforms_s.items():
-                spent[name] = spent.get(name, 0.0) + seconds * 1e3 / self._samples
+                spent[name] += seconds * 1e3 / samples
         return spent
 
     @cached_property
@@ -146,48 +147,44 @@ class RankMetrics:
         slowest = ((ms, int(index)) for report in self.reports for ms, index in report.slowest)
         return sorted(slowest, reverse=True)[:5]
 
-    @cached_property
-    def _samples(self) -> int:
-        return sum(report.samples for report in self.reports)
-
-    @cached_property
-    def _loading_s(self) -> float:
-        return sum(report.sample_wall_s for report in self.reports)
-
-    @cached_property
-    def _collating_s(self) -> float:
-        return sum(report.collate_s for report in self.reports)
+    def _total(self, figure: str) -> float:
+        """A figure of the workers' reports, added up."""
+        return sum(getattr(report, figure) or 0.0 for report in self.reports)
 
     @property
     def worked_s(self) -> float:
         """How long all workers were at work: loading samples and joining them."""
-        return self._loading_s + self._collating_s
+        return self._total("sample_wall_s") + self._total("collate_s")
 
     @cached_property
     def worker_busy(self) -> float | None:
         """The share of their time the workers were at work, not waiting for something to do."""
-        return _share(self.worked_s, self.worked_s + sum(report.waiting_s for report in self.reports))
+        return _share(self.worked_s, self.worked_s + self._total("waiting_s"))
 
     @cached_property
     def worker_on_core(self) -> float | None:
         """The share of loading time that was spent on a core."""
-        return _share(sum(report.sample_cpu_s for report in self.reports), self._loading_s)
+        return _share(self._total("sample_cpu_s"), self._total("sample_wall_s"))
 
     @cached_property
     def worker_delay(self) -> float | None:
-        """The share of loading time in which a worker was ready to run but had no core."""
-        delays = [report.run_delay_s for report in self.reports if report.run_delay_s is not None]
-        return _share(sum(delays), self.worked_s) if delays else None
+        """How long workers were ready to run but had no core, as a share of the time that they worked."""
+        if all(report.run_delay_s is None for report in self.reports):
+            return None
+        return _share(self._total("run_delay_s"), self.worked_s)
 
     @cached_property
     def collate_share(self) -> float | None:
         """The share of the workers' work that is joining samples."""
-        return _share(self._collating_s, self.worked_s)
+        return _share(self._total("collate_s"), self.worked_s)
 
     @cached_property
     def samples_a_worker_s(self) -> float | None:
         """Samples a second that one worker can make."""
-        return self._samples / self.worked_s if self.worked_s else None
+        seen, made = self.breakdown, self._total("samples")
+        if self.loader.batch_size is None and not self.loader.iterable and seen.samples and seen.steps:
+            made *= max(1.0, seen.samples / seen.steps / self._batches_a_step)  # the dataset hands out whole batches
+        return made / self.worked_s if self.worked_s else None
 
     @cached_property
     def supply(self) -> float:
@@ -208,8 +205,8 @@ class RankMetrics:
 
     @cached_property
     def start_share(self) -> float:
-        """The share of time that starting workers takes: the start, and the wait for a first batch beyond
-        what a worker takes to make one. Raw steps tell how long such a wait is beside a start."""
+        """The share of time that starting workers takes: the start, and the wait for a first batch beyond what a
+        worker takes to make one. Raw steps tell how long such a wait is beside a start."""
         started, rate, batch = self.share("loader start"), self.samples_a_worker_s, self.loader.batch_size
         if not rate or not batch or self.loader.persistent_workers or not self.workers:
             return started
@@ -223,39 +220,39 @@ class RankMetrics:
             return started
         return started + min(self.share("data"), started * beyond_ms / starts_ms)
 
-    # -- time
+    # Time
 
-    def share(self, phase: str) -> float:
-        """The share of training time the host spends in a phase."""
-        return self.breakdown.share_of(phase)
+    def share(self, *phases: str) -> float:
+        """The share of training time the host spends in these phases."""
+        return sum(map(self.breakdown.share_of, phases))
 
     @cached_property
     def steps_with_events(self) -> tuple[Step, ...]:
         """Steps in which CUDA events timed the GPU."""
-        timed = tuple(step for step in self.steps if any(map(_has_event, step.spans)))
-        return timed[-_MOST_STEPS:]
+        timed = (step for step in self.steps if any(map(_has_event, step.spans)))
+        return tuple(timed)[-_MOST_STEPS:]
 
-    def saved_without(self, *phases: str) -> float | None:
-        """The share of training time that would be saved if the host spent none in these phases.
+    def saved_without(self, phase: str) -> float | None:
+        """The share of training time that would be saved if the host spent none in a phase.
 
-        Steps with events say how much of such time is saved when it is gone; all steps say how much of it
-        there is. Waits come in bursts: a median step may have none of them.
+        Steps with events say how much of such time is saved when it is gone; all steps say how much of it there is.
+        Waits come in bursts: a median step may have none of them.
         """
-        share = sum(self.share(phase) for phase in phases)
+        share = min(MAX_SAVED, self.share(phase))
         if not self.on_gpu:
-            return min(MAX_SAVED, share)
+            return share
         if not self.steps_with_events:
             return None
         spent_ms = saved_ms = 0.0
         for step in self.steps_with_events:
-            saved = gain_without(step, *phases, at_work=self._gpu_busy_in_phase)
+            saved = saved_in_step(step, phase, self._gpu_busy_in_phase)
             if saved is not None:
-                spent_ms += host_ms_in(step, *phases)
+                spent_ms += host_ms_in(step, phase)
                 saved_ms += saved * step.wall_ms
         if spent_ms:
             return min(MAX_SAVED, share * saved_ms / spent_ms)
         # None in the steps looked at: a wait for data leaves the GPU idle, one for the GPU need not.
-        return min(MAX_SAVED, self.share("data")) if "data" in phases else 0.0
+        return share if phase == "data" else 0.0
 
     @cached_property
     def _gpu_busy_in_phase(self) -> dict[str, float]:
@@ -312,32 +309,33 @@ class RankMetrics:
         return min(MAX_SAVED, _idle_ms(xray, phases or LAUNCHING) / xray.steps / step_ms)
 
     @cached_property
-    def headroom(self) -> float:
-        """How many times faster the step could be at most: by the measured ceiling, or else by the X-ray."""
-        if self._ceiling is not None:
-            return max(1.0, self._ceiling)
-        return 1 / self.busy_share if self.busy_share else math.inf
-
-    @property
-    def has_ceiling(self) -> bool:
-        """Whether the headroom was measured by replaying batches."""
-        return self._ceiling is not None
-
-    @cached_property
-    def _ceiling(self) -> float | None:
-        """The ceiling as a multiple of the run's speed; None where others had the cores while it was measured."""
+    def ceiling(self) -> float | None:
+        """How many times as fast the step was as its batches were replayed; None where others had the cores then."""
         seen = self.breakdown
         # Batches that are on the GPU already cannot be slower than others: the slower was disturbed more.
-        ceiling = max(seen.ceiling_samples_per_s or 0.0, seen.replay_samples_per_s or 0.0)
-        if not ceiling or not seen.samples_per_s or ceiling / seen.samples_per_s <= MIN_CEILING:
+        most = max(seen.ceiling_samples_per_s or 0.0, seen.replay_samples_per_s or 0.0)
+        if not most or not seen.samples_per_s or most / seen.samples_per_s <= MIN_CEILING:
             return None
-        return ceiling / seen.samples_per_s
+        return max(1.0, most / seen.samples_per_s)
+
+    @cached_property
+    def headroom(self) -> float:
+        """How many times faster the step could be at most: by the measured ceiling, or else by the X-ray."""
+        if self.ceiling is not None:
+            return self.ceiling
+        return 1 / self.busy_share if self.busy_share else math.inf
 
     @cached_property
     def computing(self) -> float:
         """The share of the time that goes into forward and backward, and that is work of the GPU's."""
-        share = sum(self.share(phase) for phase in ("forward", "loss", "backward"))
+        share = self.share("forward", "loss", "backward")
         return share if self.busy_share is None else min(share, self.busy_share)
+
+    def own_code_within(self, phase: str) -> float:
+        """The share of the time that the script's own code takes within a phase that computes: a metric in numpy
+        between forward and backward, a loop over elements in a model."""
+        lines = (line for function in in_training(self.rank, (phase,)) for line in function.lines)
+        return self.share(phase) * sum(line.share for line in lines if line.outside_torch)
 
     def passed(self, through: str) -> float:
         """The share of forward passes in which the stack was seen to pass through something, as stacks name it."""
@@ -348,7 +346,7 @@ class RankMetrics:
             return 0.0
         return min(1.0, sum(stacks.passed_s.get(through, 0.0) for stacks in seen) / seconds)
 
-    # -- the machine
+    # The machine
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
@@ -360,11 +358,8 @@ class RankMetrics:
         end_s = last.start_s + last.wall_ms / 1e3
         for window in self.rank.windows[-1:]:
             end_s = max(end_s, window.start_s + window.wall_ms.total / 1e3)
-        xrayed = [
-            (step.start_s, step.start_s + step.wall_ms / 1e3)
-            for step in self.rank.steps
-            if step.kind in ("xray", "after xray")
-        ]
+        looked_into = [step for step in self.rank.steps if step.kind in ("xray", "after xray")]
+        xrayed = [(step.start_s, step.start_s + step.wall_ms / 1e3) for step in looked_into]
         training = []
         for sample in taken:
             middle_s = sample.time_s - sample.interval_s / 2
@@ -387,6 +382,12 @@ class RankMetrics:
     def cores(self) -> float | None:
         """Cores this rank may use."""
         return self.facts.cores_allowed or self.cores_of_machine
+
+    @cached_property
+    def spare_cores(self) -> int:
+        """Cores left for loading beside training itself and the system."""
+        cores = self.cores or 1.0
+        return max(1, int(cores - 1 - cores / 16))
 
     @cached_property
     def cores_of_machine(self) -> int | None:
@@ -416,25 +417,36 @@ class RankMetrics:
         return _percent(self._cpu_pct(sample) for sample in self.samples)
 
     @cached_property
+    def own_cores(self) -> float | None:
+        """How many cores this run itself kept busy: as seen from outside, else as its workers report it."""
+        seen = Sketch.of(self._own_cores(sample) for sample in self.samples).mean
+        if seen is not None or not self.workers or not self.worker_busy or self.elastic:
+            return seen
+        trainer_pct = Sketch.of(self._of_trainer("cpu_pct", self.samples)).mean or 0.0
+        loading = self.workers * self.worker_busy * (self.worker_on_core or 1.0)
+        return (loading + trainer_pct / 100) * self._ranks_of_host
+
+    @cached_property
     def own_cpu_share(self) -> float | None:
-        """How busy this run itself kept them, whatever others did."""
-        busy = Sketch.of(self._own_cores(sample) for sample in self.samples).mean
-        if busy is None and self.workers and self.worker_busy and not self.elastic:  # as workers report it
-            busy = self.workers * self.worker_busy * (self.worker_on_core or 1.0) * self._ranks_of_host
-        if busy is None or not self.cores:
+        """How busy this run itself kept the cores it may use, whatever others did."""
+        if self.own_cores is None or not self.cores:
             return None
-        return min(1.0, busy / (self.cores * self._ranks_of_host))
+        return min(1.0, self.own_cores / (self.cores * self._ranks_of_host))
 
     @cached_property
     def cores_others(self) -> float | None:
         """How many cores other processes kept busy."""
-        others = []
-        for sample in self.samples:
-            busy_pct, own = self._cpu_pct(sample), self._own_cores(sample)
-            if busy_pct is not None and own is not None:
-                others.append(busy_pct / 100 * (self.cores_of_machine or 0) - own)
-        mean = Sketch.of(others).mean
-        return max(0.0, mean) if mean is not None else None
+        busy = _percent(self._cpu_pct(sample) for sample in self.samples)
+        if busy is None or self.own_cores is None or self.cores_of_machine is None:
+            return None
+        return max(0.0, busy * self.cores_of_machine - self.own_cores)
+
+    @cached_property
+    def workers_lack_cores(self) -> bool:
+        """Whether workers wait for cores that processes of others keep busy."""
+        cores = self.cores_of_machine or math.inf
+        waits = self.workers > 0 and (self.worker_delay or 0.0) >= NO_CORE
+        return waits and (self.cpu_share or 0.0) >= CPU_FULL and (self.cores_others or 0.0) >= _OTHERS_CORES * cores
 
     @property
     def _ranks_of_host(self) -> int:
@@ -448,11 +460,20 @@ class RankMetrics:
             return None
         return sum(process.cpu_pct or 0.0 for process in known) / 100
 
+    def _of_trainer(self, figure: str, samples: Iterable[Sample]) -> list[float | None]:
+        """A figure of the training process over these samples."""
+        pid = self.rank.info.pid
+        return [getattr(p, figure) for sample in samples for p in sample.processes if p.pid == pid]
+
     @cached_property
     def trainer_delay(self) -> float | None:
-        """The share of time in which the training process was ready to run but had no core."""
-        pid = self.rank.info.pid
-        share = _percent(p.run_delay_pct for sample in self.samples for p in sample.processes if p.pid == pid)
+        """The share of time in which the training process was ready to run but had no core.
+
+        Only samples that are training from end to end count: its imports wait for cores too.
+        """
+        begin_s = self.steps[0].start_s if self.steps else 0.0
+        whole = [sample for sample in self.samples if sample.time_s - sample.interval_s >= begin_s]
+        share = _percent(self._of_trainer("run_delay_pct", whole))
         return min(1.0, share) if share is not None else None
 
     @cached_property
@@ -473,8 +494,8 @@ class RankMetrics:
 
 
 def is_gpu_of(rank: RankTrace, gpu: GpuSample) -> bool:
-    """Whether a rank trains on this GPU. PyTorch numbers the GPUs it may see in its own order, so the number
-    tells only where no UUID was recorded."""
+    """Whether a rank trains on this GPU. PyTorch numbers the GPUs it may see in its own order, so the number tells only
+    where no UUID was recorded."""
     uuid = rank.facts.gpu_uuid
     return gpu.uuid.endswith(uuid) if uuid else gpu.index == rank.facts.gpu_index
 
@@ -484,12 +505,49 @@ def metrics_of(trace: Trace) -> tuple[RankMetrics, ...]:
     return tuple(RankMetrics(trace, rank) for rank in trace.ranks)
 
 
-def host_ms_in(step: Step, *phases: str) -> float:
-    """How long the host was in these phases of a step."""
-    return sum(span.host_ms for span in step.spans if span.name in phases)
+def host_ms_in(step: Step, phase: str) -> float:
+    """How long the host was in a phase of a step."""
+    return sum(span.host_ms for span in step.spans if span.name == phase)
 
 
-def _has_event(span: Any) -> bool:
+def replayed_ms(
+    step: Step, host_ms: Callable[[Span], float] = lambda span: span.host_ms, at_work: Mapping[str, float] | None = None
+) -> float | None:
+    """The long-run length of a step when each span takes the host `host_ms(span)`; None for a step without events.
+
+    `at_work` is the share of its time in a phase that the GPU works; all of it in one that is not named.
+    """
+    if not any(map(_has_event, step.spans)):
+        return None
+    track = []  # of each span: how long it holds the host, whether that is by waiting for the GPU, the GPU's work
+    for span in step.spans:
+        takes_ms = host_ms(span)
+        waits_for_gpu = span.name == "sync" and takes_ms >= span.host_ms
+        if waits_for_gpu:
+            takes_ms = span.gpu_idle_ms or 0.0
+        elif span.name == "held":  # which only keeps the host from running far ahead
+            takes_ms = 0.0
+        track.append((takes_ms, waits_for_gpu, (span.gpu_busy_ms or 0.0) * (at_work or {}).get(span.name, 1.0)))
+    host = gpu = 0.0
+    ends = []
+    for _ in range(_ROUNDS):
+        for takes_ms, waits_for_gpu, work_ms in track:
+            if waits_for_gpu:  # the host goes on only when the GPU has come here
+                host = max(host, gpu)
+            host += takes_ms
+            gpu = max(gpu + work_ms, host)
+        ends.append(gpu)
+    return (ends[-1] - ends[-1 - _STEADY]) / _STEADY
+
+
+def saved_in_step(step: Step, phase: str, at_work: Mapping[str, float] | None = None) -> float | None:
+    """The share of a step's time that would be saved if a phase took the host no time: 0 to 1, an estimate."""
+    now = replayed_ms(step, at_work=at_work)
+    then = replayed_ms(step, lambda span: 0.0 if span.name == phase else span.host_ms, at_work)
+    return max(0.0, 1 - then / now) if now and then is not None else None
+
+
+def _has_event(span: Span) -> bool:
     return span.gpu_idle_ms is not None or span.gpu_busy_ms is not None
 
 

@@ -1,89 +1,78 @@
-"""Trace → Findings: the rules, what became of them together, and the verdict.
+"""Trace → Diagnosis: the rules, what became of them together, and the verdict.
 
-A rule is a small function that looks at the metrics of one rank (or of all) and says nothing unless the
-evidence is there. What each finding would give alone is worked out in `gains`.
+A rule is a small function that looks at the metrics of one rank (or of all) and says nothing unless the evidence is
+there. What each finding is charged with, and so may promise, is worked out in `by_cause`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from flatout.diagnose import (
-    compute_rules,
-    copy_rules,
-    drift_rules,
-    loading_rules,
-    machine_rules,
-    own_code_rules,
-    rank_rules,
-    stream_rules,
-)
+from flatout.diagnose import compute_rules, host_rules, loading_rules, machine_rules
 from flatout.diagnose.breakdown import REST
-from flatout.diagnose.by_cause import CauseAccount, by_cause
-from flatout.diagnose.gains import (
-    FROM_CEILING,
-    FROM_STEP,
-    MIN_SHARE,
-    data_saved,
-    factor,
-    gain_if_removed,
-    rounded,
-)
-from flatout.diagnose.hot_lines import COLLATE, SAMPLES, in_workers
-from flatout.diagnose.ignored_settings import ignored_settings
-from flatout.diagnose.own_code_rules import as_evidence
+from flatout.diagnose.by_cause import FROM_CEILING, FROM_STEP, CauseAccount, by_cause, data_saved, rounded
+from flatout.diagnose.knobs import ignored_settings
 from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
-from flatout.model.causes import BY_CODE
+from flatout.model.causes import BY_CODE, Finding
 from flatout.model.changes import SETTING
-from flatout.model.finding import Finding
 from flatout.trace import Trace
 
-Rule = Callable[[RankMetrics], Finding | None]
-
-_ABOUT_SAMPLES = (
-    "data.main-thread",
-    "data.too-few-workers",
-    "data.cpu-bound",
-    "data.slow-samples",
-    "data.disk-bound",
-    "data.collate-bound",
-)
-_IN_WORDS = {SAMPLES: "a sample", COLLATE: "joining a batch"}
+_NO_GAIN = 1.005
 _SATURATED = 0.90  # of the time that the GPU has work
 _MIN_VERDICT = 0.10  # of the time, where the rest of the run is healthy
 _DANGERS = ("memory.host", "memory.pressure")  # they may end the run
 _MOST_OUTSIDE_PHASES = 0.20  # of the time: a framework's own bookkeeping takes less
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What is wrong, the verdict first, and where all of training's time went by cause."""
+
+    findings: tuple[Finding, ...] = ()
+    account: CauseAccount | None = None  # None where there is too little to judge by
+
+
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
     """What is wrong, the most rewarding first. Empty when there is too little to judge by."""
-    return diagnose_ranks(metrics_of(trace))
+    return diagnosis(metrics_of(trace)).findings
 
 
-def diagnose_ranks(ranks: Sequence[RankMetrics]) -> tuple[Finding, ...]:
-    """The same, from the metrics of every rank."""
+def diagnosis(ranks: Sequence[RankMetrics]) -> Diagnosis:
+    """The same with the account, from the metrics of every rank."""
     if not ranks or not ranks[0].breakdown.enough:
-        return ()
+        return Diagnosis()
     metrics = ranks[0]
     found = [finding for rule in RULES if (finding := rule(metrics)) is not None]
     found += [finding for rule in RANK_RULES if (finding := rule(ranks)) is not None]
     assert all(map(_change_is_known, found)), [(finding.code, finding.change) for finding in found]
-    later = compute_rules.worth_it_later(metrics, found)
-    ignored = ignored_settings(metrics, [*found, *later])
+    ignored = ignored_settings(metrics, found)
     explained = {finding.evidence.get("cause") for finding in ignored}
     found = [*(finding for finding in found if finding.code not in explained), *ignored]
-    account = by_cause(metrics, found)
-    charged = (_as_charged(finding, account, metrics) for finding in found)
-    found = sorted((_with_lines(finding, metrics) for finding in charged), key=_rank(account))
+    ranked, _ = _charged(metrics, found)
+    kept = {finding.title for finding in _one_for_each_change(ranked)}
+    ranked, account = _charged(metrics, [finding for finding in found if finding.title in kept])
     healthy = _saturated(metrics)
-    is_healthy = healthy is not None and not any(map(_is_a_verdict, found))
-    if found:
-        found[1:] = sorted([*found[1:], *(f for f in later if f.code not in explained)], key=_rank(account))
-    if healthy is not None and is_healthy:
-        found = [healthy, *found]
-    return tuple(_one_for_each_change(found))
+    if healthy is not None and not any(map(_is_a_verdict, ranked)):
+        ranked.insert(0, healthy)
+    return Diagnosis(findings=tuple(ranked), account=account)
+
+
+def _charged(metrics: RankMetrics, found: Sequence[Finding]) -> tuple[list[Finding], CauseAccount]:
+    """These findings with what they are charged with, the verdict first; and the account.
+
+    What endangers the run comes first, then the largest share of the time. Those whose time others explain say nothing.
+    """
+    account = by_cause(metrics, found)
+    charged = {finding.title for finding in found if account.share_of(finding)}
+
+    def rank(finding: Finding) -> tuple[bool, bool, float, float]:
+        promise = (finding.gain_low + finding.gain_high - 2) * finding.confidence
+        return finding.code not in _DANGERS, finding.title not in charged, -round(finding.share, 3), -promise
+
+    told = [account.bounded(finding) for finding in found]
+    told = [now for now, before in zip(told, found, strict=True) if now.share or before.gain_high <= _NO_GAIN]
+    return sorted(told, key=rank), account
 
 
 def _change_is_known(finding: Finding) -> bool:
@@ -97,54 +86,6 @@ def _is_a_verdict(finding: Finding) -> bool:
     return finding.share >= _MIN_VERDICT or finding.code in (*_DANGERS, "config.ignored")
 
 
-def _as_charged(finding: Finding, account: CauseAccount, metrics: RankMetrics) -> Finding:
-    """The same with the share of the account. What an idle GPU costs is promised at most.
-
-    Where batches were replayed from the GPU, the whole step was seen to be shorter: then that counts.
-    """
-    charge = account.charge_of(finding)
-    share = finding.share
-    if charge is not None:
-        share = max(charge.share, finding.share)
-    most = factor(share)
-    if charge is None or charge.kind == "wasteful" or (metrics.on_gpu and finding.derived == FROM_CEILING):
-        most = math.inf
-    high = min(finding.gain_high, most)
-    return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(finding.gain_low, high))
-
-
-def _with_lines(finding: Finding, metrics: RankMetrics) -> Finding:
-    """A finding about loading with the lines of samples, or of collate, that take the time."""
-    if finding.where is not None or finding.code not in _ABOUT_SAMPLES:
-        return finding
-    phase = COLLATE if finding.code == "data.collate-bound" else SAMPLES
-    functions = in_workers(metrics.rank, metrics.loader.dataset.rpartition(".")[2], (phase,))
-    if not functions:
-        return finding
-    hottest = functions[0]
-    share = f"{hottest.hottest} takes {hottest.share:.0%} of the time of {_IN_WORDS[phase]}"
-    advice = f"{finding.advice}; {share}" if finding.advice else share
-    evidence = finding.evidence | {"lines": as_evidence(functions)}
-    return dataclasses.replace(finding, where=hottest.hottest.where, advice=advice, evidence=evidence)
-
-
-def _rank(account: CauseAccount) -> Callable[[Finding], tuple[bool, float, bool, float, str]]:
-    """What endangers the run first, then the largest share of the time."""
-
-    def rank(finding: Finding) -> tuple[bool, float, bool, float, str]:
-        charge = account.charge_of(finding)
-        middle = (finding.gain_low + finding.gain_high) / 2
-        share = min(finding.share, 1 - 1 / middle)
-        if charge is not None:
-            share = charge.share
-        elif finding.code.startswith("data."):  # another way to see a wait that is charged to a surer finding
-            share = min(share, account.waits_for_data)
-        promise = (middle - 1) * finding.confidence
-        return finding.code not in _DANGERS, -round(share, 3), charge is None, -promise, finding.code
-
-    return rank
-
-
 def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
     """The same, without those whose change a better one names already."""
     kept: list[Finding] = []
@@ -154,35 +95,9 @@ def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
     return kept
 
 
-def _pause(phase: str, code: str, advice: str) -> Rule:
-    change = next(iter(BY_CODE[code].changes), None)
-
-    def rule(metrics: RankMetrics) -> Finding | None:
-        share = metrics.share(phase)
-        if share < MIN_SHARE:
-            return None
-        times = sum(any(span.name == phase for span in step.spans) for step in metrics.steps)
-        title, confidence = f"training stands still for {phase} {share:.0%} of the time", 0.9
-        if times == 1 and len(metrics.steps) == metrics.breakdown.steps:
-            title, confidence = f"{title}, all at once", 0.3  # how often it comes, one does not tell
-        return Finding(
-            code=code,
-            title=title,
-            share=share,
-            **gain_if_removed(share / 2, share),  # half as often, or hardly ever
-            confidence=confidence,
-            evidence={"share": rounded(share), "steps_recorded_with_it": times},
-            change=change,
-            advice=advice,
-        )
-
-    return rule
-
-
 def _saturated(metrics: RankMetrics) -> Finding | None:
-    """That all is well, where it is seen to be: on a GPU by the X-ray alone; without one, where neither waits
-    for data nor the script's own code between the phases (a simulator, batches made by hand) take the
-    time."""
+    """That all is well, where it is seen to be: on a GPU by the X-ray alone; without one, where neither waits for data
+    nor the script's own code between the phases (a simulator, batches made by hand) take the time."""
     busy = metrics.busy_share
     if busy is not None:
         share, what = busy, f"the GPU has work {busy:.0%} of the time"
@@ -196,24 +111,27 @@ def _saturated(metrics: RankMetrics) -> Finding | None:
         code="compute.saturated",
         title=f"healthy: {what}",
         share=share,
-        derived=FROM_CEILING if metrics.has_ceiling else FROM_STEP,
+        derived=FROM_STEP if metrics.ceiling is None else FROM_CEILING,
         confidence=0.9,
         evidence={"busy_share": rounded(busy), "samples_per_s": rounded(metrics.breakdown.samples_per_s)},
         advice="nothing to fix",
     )
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Callable[[RankMetrics], Finding | None], ...] = (
     loading_rules.main_thread,
+    loading_rules.few_shards,
     loading_rules.workers_behind,
-    stream_rules.few_shards,
-    loading_rules.augmentation_on_cpu,
     loading_rules.worker_threads,
-    loading_rules.idle_workers,
     loading_rules.worker_start,
-    own_code_rules.own_code,
-    copy_rules.slow_copies,
-    copy_rules.waits_for_gpu,
+    host_rules.own_code,
+    host_rules.slow_copies,
+    host_rules.waits_for_gpu,
+    host_rules.pause("evaluation", "pause.eval", "evaluate less often"),
+    host_rules.pause("checkpoint", "pause.checkpoint", "save less often, or in the background"),
+    host_rules.pause("logging", "pause.logging", "log every n-th step"),
+    host_rules.pause("gc", "pause.gc", "gc.freeze() after the set-up"),
+    host_rules.drift,
     compute_rules.launch_bound,
     compute_rules.precision,
     compute_rules.layout,
@@ -222,10 +140,6 @@ RULES: tuple[Rule, ...] = (
     compute_rules.padding,
     compute_rules.attention,
     compute_rules.small_batch,
-    _pause("evaluation", "pause.eval", "evaluate less often"),
-    _pause("checkpoint", "pause.checkpoint", "save less often, or in the background"),
-    _pause("logging", "pause.logging", "log every n-th step"),
-    _pause("gc", "pause.gc", "gc.freeze() after the set-up"),
     machine_rules.gpu_memory,
     machine_rules.checkpointing,
     machine_rules.host_memory,
@@ -233,12 +147,7 @@ RULES: tuple[Rule, ...] = (
     machine_rules.shared_gpu,
     machine_rules.shared_cores,
     machine_rules.idle_gpus,
-    drift_rules.drift,
-    rank_rules.data_parallel,
-    rank_rules.unused_parameters,
+    machine_rules.data_parallel,
+    machine_rules.unused_parameters,
 )
-RANK_RULES: tuple[Callable[[Sequence[RankMetrics]], Finding | None], ...] = (
-    rank_rules.straggler,
-    rank_rules.gradient_exchange,
-    rank_rules.scaling,
-)
+RANK_RULES = (machine_rules.straggler, machine_rules.exchange)

@@ -3,8 +3,8 @@
     config.yaml ─► Config ─► assemble (parts by import path) ─► Trainer.fit ─► checkpoints, metrics, best.pt
 
 `config` has all settings, and reads and checks them; `assemble` builds what they name; `trainer` has the
-loop and the validation; `step` the model in the form that trains fastest, and one step of it. `datasets` makes
-loaders and batches, `checkpoint` and `progress` write what comes of it, `ranks` holds the processes together.
+loop and the validation; `step` the ranks, the model in the form that trains fastest, and one step of it.
+`datasets` makes loaders and batches, `run_folder` writes what comes of it.
 """
 
 from flatout.engine.config import Config, TrainerConfig, load

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 import random
-import re
 import signal
 import sys
 import time
@@ -26,7 +24,6 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from flatout.augment import Augment
-from flatout.engine.checkpoint import random_state, set_random_state
 from flatout.engine.config import (
     Config,
     FactoryConfig,
@@ -45,9 +42,18 @@ from flatout.engine.datasets import (
     train_loader,
     val_loader,
 )
-from flatout.engine.ranks import Ranks
+from flatout.engine.run_folder import (
+    batch_size_of,
+    last_run,
+    new_run_folder,
+    numbered,
+    random_state,
+    set_random_state,
+    write_config,
+)
 from flatout.engine.step import (
     Decision,
+    Ranks,
     TrainStep,
     channels_last,
     choose_device,
@@ -58,12 +64,10 @@ from flatout.engine.step import (
 )
 from flatout.engine.trainer import Trainer, can_share, is_object
 from flatout.feed import to_device
-from flatout.files import PRIVATE, write_whole
 from flatout.inside.start import attach
 from flatout.launch.protocol import new_folder
 from flatout.model.errors import NotSavedError, UsageError
 from flatout.model.formatting import count_of, in_full
-from flatout.model.inputs import load_yaml, text_of
 
 FIRST_SIZE = 32
 _ABOUT_AS_FAST, _MIN_GAIN = 0.97, 1.02
@@ -88,16 +92,16 @@ def main(
     ranks = Ranks("cuda" if has_gpu else "cpu")
     asked = Path(config.out or f"runs/{path.stem}")
     with contextlib.ExitStack() as stack:
-        out = _numbered(asked, _last_run(asked))
+        out = numbered(asked, last_run(asked))
         if not resume and not explain and ranks.first:
-            out = stack.enter_context(_new_run_folder(asked))
+            out = stack.enter_context(new_run_folder(asked))
         elif resume and not out.is_dir():
             raise UsageError(f"--resume: there is no run at {asked}")
         # All ranks use the folders of the first.
         out, trace = ranks.gathered((out, new_folder(path.stem)))[0]
         if record:
             stack.enter_context(attach(trace))
-        size_before = _batch_size_of(out) if resume and config.train.batch_size == "auto" else None
+        size_before = batch_size_of(out) if resume and config.train.batch_size == "auto" else None
         trainer = assemble(config.model_copy(update={"out": str(out)}), ranks, size_before)
         assert isinstance(trainer.config, Config)
         if gpus > 1 and not has_gpu and config.train.device != "cpu":
@@ -115,7 +119,7 @@ def main(
             return None
         trainer.say(f"run: {out}", always=not resume and out != asked)
         if ranks.first:
-            _write_config(trainer.config, out)
+            write_config(trainer.config, out)
         # torchrun ends all when one has died; outside `fit`, a rank ignores it and says why it ends
         if ranks.world > 1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -151,12 +155,13 @@ def assemble(config: Config, ranks: Ranks, size_before: int | None = None) -> Tr
     decisions = [fused, *_instead(config, optimizer, size, why, ranks)]
     in_force = {"batch_size": size, "accumulate": min(config.train.accumulate, size)}
     config = config.model_copy(update={"train": config.train.model_copy(update=in_force)})
-    loader = train_loader(data, train_set, size, config.train.seed, ranks, config.train.epochs)
+    loader = train_loader(data, train_set, size, config.train.seed, config.train.epochs, (ranks.rank, ranks.world))
     metrics = {name: _build_comparison(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)
     validation = None
     if val_set is not None:
-        validation = val_loader(data, val_set, config.evaluate.batch_size or size, ranks, shared)
+        share = (ranks.rank, ranks.world) if shared else (0, 1)
+        validation = val_loader(data, val_set, config.evaluate.batch_size or size, share)
     trainer = Trainer(
         model=model,
         train_loader=loader,
@@ -372,62 +377,3 @@ def scale_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, b
         group["lr"] *= factor
     rates = ", ".join(f"{group['lr']:.4g}" for group in optimizer.param_groups)
     return f"learning rate times {factor:.4g} = {rates}: {config.lr_rule} from a batch of {config.lr_batch} to {batch}"
-
-
-# ------------------------------------------------------------ the run's folder
-
-
-def _last_run(asked: Path) -> int:
-    """The number of the last run in NAME, NAME-2, NAME-3 …; 0 if there is none."""
-    name = re.compile(rf"{re.escape(asked.name)}(?:-(\d+))?")
-    matches = (name.fullmatch(path.name) for path in asked.parent.glob("*/"))
-    return max((int(match[1] or 1) for match in matches if match), default=0)
-
-
-def _numbered(asked: Path, number: int) -> Path:
-    return asked.with_name(f"{asked.name}-{number}") if number > 1 else asked
-
-
-@contextlib.contextmanager
-def _new_run_folder(asked: Path) -> Iterator[Path]:
-    """A new folder for a run, which no other run takes meanwhile; removed again if it stays empty."""
-    for number in itertools.count(_last_run(asked) + 1):
-        out = _numbered(asked, number)
-        try:
-            out.mkdir(parents=True)
-            break
-        except FileExistsError:
-            continue
-        except (OSError, ValueError) as problem:  # a NUL in its name is a ValueError
-            why = getattr(problem, "strerror", None) or problem
-            raise UsageError(f"out: cannot make the folder {out}: {why}") from None
-    try:
-        yield out
-    finally:
-        with contextlib.suppress(OSError):  # there is something in it
-            out.rmdir()
-            out.parent.rmdir()
-
-
-def _write_config(config: Config, out: Path) -> None:
-    """Save the config that is in force; one that is there is never overwritten.
-
-    It can be trained with again, so it is whole: secrets in it are for its owner's eyes.
-    """
-    text = as_yaml(config, secrets=True)
-    path, number = out / "config.yaml", 1
-    while path.exists() and path.read_text(encoding="utf-8") != text:
-        number += 1
-        path = out / f"config-{number}.yaml"
-    try:
-        write_whole(path, text, mode=PRIVATE)
-    except OSError as problem:
-        raise UsageError(f"out: cannot write {path}: {problem.strerror}") from None
-
-
-def _batch_size_of(out: Path) -> int | None:
-    """The batch size that the run in this folder was last trained with, if that can be read."""
-    configs = sorted(out.glob("config*.yaml"), key=lambda path: path.stat().st_mtime_ns)
-    with contextlib.suppress(UsageError, TypeError, KeyError, IndexError):
-        return int(load_yaml(text_of(configs[-1]), str(configs[-1]))["train"]["batch_size"])
-    return None

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from torch.utils.data import DataLoader as PyTorchLoader
 
-from flatout.engine.checkpoint import random_state, set_random_state
 from flatout.engine.config import DataConfig, FactoryConfig, TrainConfig, build, import_path
-from flatout.engine.ranks import Ranks
+from flatout.engine.run_folder import random_state, set_random_state
 from flatout.feed import DataLoader, feed_of, to_device
 from flatout.model.errors import UsageError
 from flatout.model.formatting import count_of
 
 Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
+Share = tuple[int, int]  # of the samples: this rank's number, and of how many
 
 
 def build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
@@ -38,20 +38,21 @@ def build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
 
 
 def train_loader(
-    config: DataConfig, dataset: Any, batch_size: int, seed: int, ranks: Ranks, epochs: int
+    config: DataConfig, dataset: Any, batch_size: int, seed: int, epochs: int, share: Share
 ) -> DataLoader[Any]:
     """Batches to learn from; with workers, all epochs are one pass."""
+    rank, world = share
     options = _options(config)
     if isinstance(dataset, IterableDataset):  # it decides the order, and who gets what
         return DataLoader(dataset, batch_size, drop_last=config.drop_last, **options)
-    if batch_size * ranks.world > len(dataset) and config.drop_last:
-        of_ranks = f" x {ranks.world}" * (ranks.world > 1)
+    if batch_size * world > len(dataset) and config.drop_last:
+        of_ranks = f" x {world}" * (world > 1)
         raise UsageError(
             f"train.batch_size: {batch_size}{of_ranks} is more than the "
             f"{count_of(len(dataset), 'sample')} of data.train"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, ranks.world, ranks.rank, shuffle=config.shuffle, seed=seed, drop_last=config.drop_last
+        dataset, world, rank, shuffle=config.shuffle, seed=seed, drop_last=config.drop_last
     )
     batches = BatchSampler(sampler, batch_size, config.drop_last)
     if config.workers != 0:
@@ -59,11 +60,11 @@ def train_loader(
     return DataLoader(dataset, batch_sampler=batches, **options)
 
 
-def val_loader(config: DataConfig, dataset: Any, batch_size: int, ranks: Ranks, shared: bool) -> DataLoader[Any]:
-    """Batches to validate with, in order; if `shared`, each rank has a part of the samples."""
-    sampler = None
-    if shared and not isinstance(dataset, IterableDataset):
-        sampler = range(ranks.rank, len(dataset), ranks.world)
+def val_loader(config: DataConfig, dataset: Any, batch_size: int, share: Share) -> DataLoader[Any]:
+    """Batches to validate with, in order."""
+    sampler, (rank, world) = None, share
+    if world > 1 and not isinstance(dataset, IterableDataset):
+        sampler = range(rank, len(dataset), world)
     return DataLoader(dataset, batch_size, sampler=sampler, **_options(config))
 
 

@@ -1,5 +1,6 @@
-"""The model on its device, in the form that trains fastest there; and one optimizer step of it.
+"""This process among those that train together, the model on its device, and one optimizer step of it.
 
+    Ranks: what they agree on travels between hosts (gloo), beside the gradients and without the GPU
     model ─► layout, checkpointed activations, compilation: each a `Decision` with its reason
     batch ─► pieces (accumulate) ─► forward in the precision ─► backward ─► clip ─► optimizer
                  ▲ out of memory: twice as many, and the very same step again
@@ -15,12 +16,13 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -30,12 +32,65 @@ from flatout.engine.datasets import Shapes, batch_rows, pieces, shapes_in
 from flatout.inside.compiler import round_as_eager
 from flatout.model.errors import FlatoutError, UsageError
 from flatout.model.formatting import count_of
+from flatout.sample import budget
 
 # Batches of another shape that graphs put up with: one in so many, and so many at the start.
 ODD_ONE_IN, ODD_ANYWAY = 8, 2
 _FIRST_SCALE = 65536.0  # torch's own
 _WITH_GRAPHS = "on, with CUDA graphs"
 CAPTURING = (_WITH_GRAPHS, "reduce-overhead", "max-autotune")
+
+
+class Ranks:
+    """This process among those that train together; a single one agrees with itself."""
+
+    def __init__(self, device_type: str) -> None:
+        self.world = int(os.environ.get("WORLD_SIZE", "1") or 1)
+        self._ours = False
+        if dist.is_available() and dist.is_initialized():
+            self.world = dist.get_world_size()
+        elif self.world > 1:
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+            self._ours = True
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self._host = dist.new_group(backend="gloo") if self.world > 1 else None
+        if budget.measure().ranks_on_node > 1:
+            torch.set_num_threads(max(1, int(budget.measure().cores_allowed)))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes and speaks."""
+        return self.rank == 0
+
+    def total(self, values: Iterable[float]) -> list[float]:
+        """The sums over all ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def highest(self, values: Iterable[float]) -> list[float]:
+        """The highest values of any rank."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Iterable[float], how: Any) -> list[float]:
+        if self._host is None:
+            return list(values)
+        numbers = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(numbers, how, group=self._host)
+        return numbers.tolist()
+
+    def gathered(self, thing: Any) -> list[Any]:
+        """What every rank has, in the order of the ranks."""
+        if self._host is None:
+            return [thing]
+        things: list[Any] = [None] * self.world
+        dist.all_gather_object(things, thing, group=self._host)
+        return things
+
+    def leave(self) -> None:
+        """End the process group that was started here."""
+        if self._ours:
+            dist.destroy_process_group()
+            self._ours = False
 
 
 @dataclass(frozen=True, slots=True)

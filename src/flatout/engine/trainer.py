@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import gc
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,14 +27,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import TrainerConfig, nearest, validate
 from flatout.engine.datasets import Batches, batch_rows, end_workers, steps_in_all, steps_per_epoch
-from flatout.engine.progress import LossLog, Reporter
-from flatout.engine.ranks import Interrupts, Ranks, lost_contact
+from flatout.engine.run_folder import Checkpoints, LossLog, Reporter, newest, random_state, set_random_state
 from flatout.engine.step import (
     CAPTURING,
     Decision,
+    Ranks,
     TrainStep,
     channels_last,
     choose_device,
@@ -41,6 +43,8 @@ from flatout.engine.step import (
 )
 from flatout.feed import to_device
 from flatout.model.errors import FlatoutError, UsageError
+
+_AT_ONCE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -421,6 +425,45 @@ def _checked(config: TrainerConfig | Mapping[str, Any] | None, metrics: Mapping[
         hint = nearest(best, known)
         raise UsageError(f"checkpoint.best must be one of {', '.join(known[1:])} (got {best!r:.60}){hint}")
     return config
+
+
+# ------------------------------------------------------------ how a training ends
+
+
+def lost_contact(problem: BaseException) -> bool:
+    """Whether an error means that another rank is gone."""
+    words = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "NCCL", "remote process")
+    return isinstance(problem, RuntimeError) and any(word in str(problem) for word in words)
+
+
+class Interrupts:
+    """SIGTERM and Ctrl-C as a request to stop after this step; a second one, over a second later, ends the process.
+
+    (The same signal often comes twice at once: to the process group, and from the launcher.)
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._asked_at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if self.asked is None:
+            self.asked, self._asked_at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._asked_at > _AT_ONCE_S:
+            self.__exit__()
+            signal.raise_signal(number)
 
 
 # ------------------------------------------------------------ validation

@@ -25,17 +25,15 @@ from functools import cached_property
 from typing import Any, get_args
 
 from flatout.diagnose.compute_rules import FUSABLE
-from flatout.diagnose.find_knobs import Knob, knobs
-from flatout.diagnose.gains import spare_cores
+from flatout.diagnose.knobs import Knob, knobs
 from flatout.diagnose.rank_metrics import LATE_LAUNCHES, RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnose
-from flatout.model.causes import cured_by
+from flatout.model.causes import Finding, cured_by
 from flatout.model.changes import BY_NAME, SETTING, TO_MAKE, named, safety_of
 from flatout.model.errors import UsageError
-from flatout.model.facts import NO_LOADER
-from flatout.model.finding import Finding
 from flatout.model.inputs import did_you_mean
 from flatout.model.plan import Change, Safety
+from flatout.model.records import NO_LOADER
 from flatout.trace import Trace
 
 PAUSES = named(family="pauses")
@@ -284,8 +282,9 @@ def _offer(changes: Sequence[Change], findings: Sequence[Finding]) -> Offer | No
 def _data_path(view: View) -> Offer | None:
     found, frozen, metrics = view.found("data.", "copy."), view.found("pause.gc"), view.metrics
     changes: list[Change] = []
-    if found and metrics.loader is not NO_LOADER:
-        why = found[0].title
+    crowded = metrics.workers > (metrics.cores or math.inf) and not metrics.elastic  # which may matter to a faster step
+    if (found or crowded) and metrics.loader is not NO_LOADER:
+        why = found[0].title if found else f"{metrics.workers} workers on {metrics.cores:g} cores"
         changes += _workers(view, found, why)
         if metrics.on_gpu and not metrics.loader.pin_memory:
             changes.append(_change("pin_memory", True, why))
@@ -315,7 +314,7 @@ def _workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
         changes.append(_elastic(view, why))
     elif not loader.iterable:  # the workers of a stream decide what is in the data
         asked = [finding.value for finding in found if finding.change == "num_workers" and finding.value]
-        wanted = int([*asked, spare_cores(view.metrics)][0])
+        wanted = int([*asked, view.metrics.spare_cores][0])
         if wanted != loader.num_workers:
             knob = view.knob("num_workers", loader.num_workers)
             changes.append(_change("num_workers", wanted, why, safety=_elastic(view, why).safety, knob=knob))
@@ -405,8 +404,10 @@ def _precision(view: View) -> list[Change]:
 
 def _compile(view: View) -> Offer | None:
     """As CUDA graphs, which launch many kernels at once, or as it is by default."""
-    found, kept = view.asking_for("compile"), view.holds("compile")
-    late = view.metrics.waits_for_launches("forward", "backward")  # that a graph would spare
+    kept, late = view.holds("compile"), view.metrics.waits_for_launches("forward", "backward")
+    found = [
+        f for f in view.asking_for("compile") if f.code != "launch.bound" or late > _MIN_LATE
+    ]  # graphs spare those
     by_the_script = view.metrics.facts.compiled and not kept
     if not view.metrics.on_gpu or by_the_script or not (found or kept or late > LATE_LAUNCHES):
         return None

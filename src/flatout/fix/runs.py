@@ -24,15 +24,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from flatout.diagnose.find_knobs import knobs
+from flatout.diagnose.knobs import knobs
 from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
 from flatout.fix.speed import Speed, measure
 from flatout.launch import launcher, sandbox
 from flatout.launch.protocol import WEIGHTS_OVER, Trial, reasons_not_measured
 from flatout.model.changes import why_without_effect
 from flatout.model.errors import OverlayError, TraceError
-from flatout.model.facts import AppliedChange
 from flatout.model.plan import Change, Plan
+from flatout.model.records import AppliedChange
 from flatout.redact import redact_text
 from flatout.trace import Trace, read
 

@@ -182,7 +182,7 @@ class Search:
         if self._close_calls:
             names = ", ".join(offer.name for offer in self._close_calls)
             return f"too little time was left to look again at {names}"
-        if view.metrics.has_ceiling and view.metrics.headroom < AT_CEILING:
+        if view.metrics.ceiling is not None and view.metrics.headroom < AT_CEILING:
             return "at the ceiling of the step itself"
         if self._wishes.only or self._wishes.skip:
             return "nothing of what --only and --skip leave promises more"

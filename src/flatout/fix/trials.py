@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flatout.diagnose.find_knobs import knobs
+from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import PAUSES, with_changes
 from flatout.fix.proof_runs import proof_steps
 from flatout.fix.result import FixResult, ProgressListener, RunRecord

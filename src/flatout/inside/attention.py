@@ -13,7 +13,7 @@ import torch
 from flatout.inside.patches import Patches, Stage
 from flatout.inside.run_facts import compiled_frames
 from flatout.inside.stacks import caller
-from flatout.model.facts import WrittenAttention
+from flatout.model.records import WrittenAttention
 
 _SOFTMAX = ("torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax")
 _SCRIPTED = ("torch.jit._script.get_jit_def", "torch.jit._recursive.get_jit_def")  # script itself counts its callers

@@ -27,8 +27,7 @@ import torch
 from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.stacks import StackSampler
 from flatout.launch.protocol import RANK
-from flatout.model.facts import length_of
-from flatout.model.records import Stacks, encode
+from flatout.model.records import Stacks, encode, length_of
 from flatout.redact import redact_text
 from flatout.trace import Sketch, WorkerReport
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.model.records import SPANS_A_STEP
 from flatout.trace import Span, Step
-from flatout.trace.light_steps import Event, LightSteps
+from flatout.trace.downsample import Event, LightSteps
 
 if TYPE_CHECKING:
     from flatout.inside.timing import CudaClock, LossReader

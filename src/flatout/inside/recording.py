@@ -34,15 +34,16 @@ from flatout.inside.timing import CudaClock, LossReader, Timing
 from flatout.inside.tokens import TokenCounts
 from flatout.launch.protocol import RANK, Options, answer, is_asked
 from flatout.model.errors import FlatoutError, TraceError
-from flatout.model.facts import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost, ParallelFacts
 from flatout.model.frameworks import framework_of
+from flatout.model.records import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost, ParallelFacts
 from flatout.redact import redact_text
 from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
-from flatout.trace.light_steps import LightSteps
+from flatout.trace.downsample import LightSteps
 
 if TYPE_CHECKING:
     from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
     from flatout.inside.changes.applied import Applied
+    from flatout.inside.live import LiveTurns
     from flatout.inside.start import Settings
     from flatout.inside.trial import BoundedRun, Ceiling
     from flatout.inside.xray import XraySchedule
@@ -164,7 +165,9 @@ class Recording:
         if bounded:
             from flatout.inside.trial import BoundedRun
 
-            self._bounded = BoundedRun(options, self.recorder, self._xray, alone=_is_alone)
+            self._bounded = BoundedRun(
+                options, self.recorder, self._xray, alone=_is_alone, turns=self._turns_of_changes()
+            )
             self.ceiling = self._bounded.ceiling
         if self.ceiling is not None:
             changes = process.patches.subscriber(Stage.CHANGE, self._time.failed)
@@ -181,6 +184,15 @@ class Recording:
         if not forked:
             self.stacks.start()
         atexit.register(self._close_at_exit)
+
+    def _turns_of_changes(self) -> LiveTurns | None:
+        """The changes that this trial decides in turns."""
+        trial, applied = self.options.trial, self._process.applied
+        if trial is None or applied is None or not trial.turns or not _is_alone():
+            return None
+        from flatout.inside.live import LiveTurns
+
+        return LiveTurns(applied, trial.turns, self.options.folder)
 
     # -- what Timing tells -------------------------------------------------------------------------
 

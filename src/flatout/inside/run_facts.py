@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flatout.model.facts import (
+from flatout.model.records import (
     Facts,
     GradientExchange,
     LoaderFacts,

@@ -27,7 +27,7 @@ from flatout.model.records import SettingsRead
 from flatout.redact import redact_setting, redact_text
 
 if TYPE_CHECKING:
-    from flatout.inside.changes.knobs import Knobs
+    from flatout.inside.changes.knob_values import Knobs
     from flatout.inside.recording import Recording
 
 OLDEST_TORCH = (2, 6)
@@ -223,7 +223,7 @@ def start() -> None:
         changes = options.plan.changes if options.plan is not None else ()
         ledger = Ledger(changes)
         if any(change.knob for change in changes):
-            from flatout.inside.changes.knobs import Knobs
+            from flatout.inside.changes.knob_values import Knobs
 
             _knobs = Knobs(ledger)
         watch_settings()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flatout.model.facts import TokenFacts
+from flatout.model.records import TokenFacts
 
 _AT_FIRST = 16  # batches of a loader, each of them looked at
 _LATER_EVERY = 64

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from flatout.inside.recorder import Recorder
 from flatout.model.stats import enough
 from flatout.trace import Sketch, Step, Xray
-from flatout.trace.light_steps import LightSteps
+from flatout.trace.downsample import LightSteps
 
 _MATRIX = re.compile(r"gemm|conv|xmma|cutlass|cudnn|wgrad|dgrad|fprop|flash|fmha|nvjet|attention|wgmma|matmul", re.I)
 # cuDNN has these too, and they multiply nothing.

@@ -1,11 +1,13 @@
-"""The causes flatout can name: one `CauseSpec` each. Their codes are public: JSON, docs and tests use them.
+"""The causes flatout can name: one `CauseSpec` each; and a Finding, which is a cause seen in a run.
 
-The rules in diagnose/ find them, docs/TROUBLESHOOTING.md has an entry for each, in this order.
+Their codes are public: JSON, docs and tests use them. The rules in diagnose/ find them, docs/TROUBLESHOOTING.md has an
+entry for each, in this order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +91,29 @@ BY_CODE = {cause.code: cause for cause in CAUSES}
 def cured_by(change: str) -> tuple[CauseSpec, ...]:
     """The causes that a change cures."""
     return tuple(cause for cause in CAUSES if change in cause.changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One cause in one run. Gains are factors of speed (1.0: none), as a range; `derived` says how they were found.
+
+    The range begins below 1 where fixing this alone may cost, and pays together with another.
+    """
+
+    code: str
+    title: str  # one sentence: what is wrong, with the number that shows it
+    share: float  # of the wall time, 0 to 1
+    gain_low: float = 1.0
+    gain_high: float = 1.0
+    derived: str  # "measured ceiling", "model": never a bare rule of thumb
+    confidence: float  # 0 to 1
+    evidence: dict[str, Any] = field(default_factory=dict)
+    change: str | None = None  # the name of a change, such as num_workers
+    value: Any = None  # and its value
+    advice: str = ""  # what a person should do, in words
+    where: str | None = None  # file:line
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES, self.code
+        assert 0.0 < self.gain_low <= self.gain_high, (self.code, self.gain_low, self.gain_high)
+        assert self.gain_high >= 1.0, (self.code, self.gain_high)

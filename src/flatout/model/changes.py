@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flatout.model.errors import PlanError
-from flatout.model.facts import NO_LOADER, Facts
 from flatout.model.inputs import did_you_mean, short
 from flatout.model.plan import Change, Plan, Safety
+from flatout.model.records import NO_LOADER, Facts
 
 SETTING = "setting:"  # in front of a key: any value the script reads, by its knob
 

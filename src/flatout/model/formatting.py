@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 # Escape sequences of terminals (colors, titles, links); then what is left of control characters, but for tabs and line
 # ends; then what reverses the order of letters.
@@ -70,3 +73,129 @@ def duration(value_ms: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s"
+
+
+# Every hardware figure that is shown. To add one: a field in `records.GpuSample` or `records.HostSample`, the code in
+# sample/ that measures it, and an entry here.
+
+MEMORY_FULL_PCT = 95.0  # of a GPU or of the host: near out of memory
+# Throttling that does harm. A GPU at its power cap is at work, and an idle one lowers its clocks itself.
+HARMFUL_THROTTLES = frozenset(
+    {"hardware slowdown", "heat (software slowdown)", "heat (hardware slowdown)", "power brake"}
+)
+
+Place = Literal[
+    "over time",  # `top` follows it, and gives its mean and quantiles in the JSON summary
+    "summary",  # a row in the summary that `top` prints
+    "gauge",  # a bar in the live view
+    "csv",
+    "run",  # `hardware` in the JSON of a run
+    "report",  # the table of GPUs in the report of a run
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One hardware figure. `name` is its field in a sample, or in what `top` computes from one."""
+
+    name: str
+    label: str
+    unit: str
+    shown: frozenset[Place]
+    limit: str = ""  # the field that holds the most it can be
+    peak: bool = False  # the highest value counts, not the mean
+    short: str = ""  # a label of at most ten characters, where `label` is longer
+    color: Literal["work", "claim", "cool", "heat"] = "work"  # of its gauge
+
+    @property
+    def short_label(self) -> str:
+        """The label where there is little room."""
+        return self.short or self.label
+
+    def text(self, value: float | None) -> str:
+        """A value with its unit: 71%, 350 W, 70.0 GiB; a dash where nothing was measured."""
+        if value is None:
+            return "–"
+        if self.unit == "%":
+            return f"{value:.0f}%"
+        return f"{in_unit(value, self.unit)} {self.unit}".rstrip()
+
+
+def in_unit(value: float, unit: str) -> str:
+    """A value in a unit, without it: bytes as GiB or MiB/s with one digit, everything else without."""
+    if unit == "GiB":
+        return f"{value / 2**30:.1f}"
+    if unit == "MiB/s":
+        return f"{value / 2**20:.1f}"
+    return f"{value:.0f}"
+
+
+def shown_in(place: Place, readings: Iterable[Reading]) -> tuple[Reading, ...]:
+    """The readings that appear in a place, in order."""
+    return tuple(reading for reading in readings if place in reading.shown)
+
+
+_CSV: frozenset[Place] = frozenset({"csv"})
+_JSON: frozenset[Place] = frozenset({"over time"})
+_OVER_TIME: frozenset[Place] = frozenset({"over time", "csv"})
+_EVERYWHERE: frozenset[Place] = frozenset({"over time", "summary", "gauge", "csv", "run", "report"})
+
+# The order is that of the CSV columns.
+GPU_READINGS = (
+    Reading("gpu_util_pct", "GPU-Util", "%", _EVERYWHERE, color="claim"),
+    Reading("sm_active_pct", "SM active", "%", _EVERYWHERE),
+    Reading("sm_occupancy_pct", "SM occupancy", "%", _OVER_TIME),
+    Reading("tensor_active_pct", "tensor active", "%", _EVERYWHERE, short="tensor"),
+    Reading("dram_active_pct", "DRAM active", "%", _EVERYWHERE, short="DRAM"),
+    Reading("pcie_rx_bytes_s", "PCIe in", "MiB/s", _OVER_TIME),
+    Reading("pcie_tx_bytes_s", "PCIe out", "MiB/s", _OVER_TIME),
+    Reading(
+        "memory_used_bytes", "memory", "GiB", _EVERYWHERE, limit="memory_total_bytes", peak=True, color="heat"
+    ),
+    Reading("memory_total_bytes", "memory in all", "GiB", _CSV),
+    Reading("memory_pct", "memory in use", "%", _JSON, peak=True),
+    Reading("power_w", "power", "W", _EVERYWHERE, limit="power_limit_w", color="cool"),
+    Reading("power_limit_w", "power limit", "W", _CSV),
+    Reading("power_share_pct", "power share", "%", _JSON),
+    Reading("energy_j", "energy", "J", _CSV),
+    Reading(
+        "temperature_c", "temperature", "°C", _EVERYWHERE - {"run"}, peak=True, short="temp.", color="heat"
+    ),
+    Reading(
+        "sm_clock_mhz", "SM clock", "MHz", _OVER_TIME | {"summary", "gauge"}, limit="sm_clock_max_mhz", color="cool"
+    ),
+    Reading("memory_clock_mhz", "memory clock", "MHz", _CSV),
+    Reading("decoder_util_pct", "video decoder", "%", _OVER_TIME),
+    Reading("jpeg_util_pct", "JPEG decoder", "%", _OVER_TIME),
+    Reading("throttle", "clocks held back by", "", _CSV),
+    Reading("pulse_low_pct", "lowest pulse", "%", _CSV),
+    Reading("pulse_high_pct", "highest pulse", "%", _CSV),
+)  # fmt: skip
+
+HOST_READINGS = (
+    Reading("cpu_pct", "CPU", "%", _OVER_TIME | {"summary"}),
+    Reading("iowait_pct", "iowait", "%", _OVER_TIME | {"summary"}),
+    Reading("run_queue", "run queue", "", _OVER_TIME),
+    Reading("switches_s", "context switches a second", "", _JSON),
+    Reading("pressure_cpu_pct", "waiting for a core (PSI)", "%", _OVER_TIME),
+    Reading("pressure_io_pct", "waiting for storage (PSI)", "%", _OVER_TIME | {"summary"}),
+    Reading("pressure_memory_pct", "waiting for memory (PSI)", "%", _OVER_TIME),
+    Reading("throttled_pct", "held back by the CPU quota", "%", _JSON),
+    Reading("memory_used_bytes", "memory in use", "GiB", _OVER_TIME),
+    Reading("memory_total_bytes", "memory in all", "GiB", _CSV),
+    Reading("memory_pct", "memory", "%", _JSON | {"summary"}, limit="memory_total_bytes"),
+    Reading("page_cache_bytes", "page cache", "GiB", _JSON),
+    Reading("swap_used_bytes", "swap", "GiB", _OVER_TIME),
+    Reading("shm_used_bytes", "/dev/shm in use", "GiB", _OVER_TIME),
+    Reading("shm_pct", "/dev/shm", "%", _JSON),
+    Reading("disk_read_bytes_s", "disk reads", "MiB/s", _OVER_TIME | {"summary"}),
+    Reading("disk_write_bytes_s", "disk writes", "MiB/s", _OVER_TIME),
+    Reading("disk_busy_pct", "busiest disk", "%", _OVER_TIME | {"summary"}),
+    Reading("training_cpu_pct", "training, of a core", "%", _JSON),
+    Reading("trainer_cpu_pct", "trainer, of a core", "%", _OVER_TIME | {"summary"}),
+    Reading("workers", "loader workers", "", _OVER_TIME),
+    Reading("worker_cpu_pct", "each worker, of a core", "%", _JSON | {"summary"}),
+    Reading("workers_cpu_pct", "all workers, of a core", "%", _CSV),
+    Reading("training_rss_bytes", "memory of the training", "GiB", _CSV),
+    Reading("training_read_bytes_s", "reads of the training", "MiB/s", _OVER_TIME),
+)

@@ -8,11 +8,13 @@ line. PyYAML is imported only where YAML is read: a plan also travels into a Pyt
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,11 +23,16 @@ from flatout.model.errors import UsageError
 
 MOST_BYTES = 1_000_000
 MOST_NODES = 100_000  # of a YAML text, each counted as often as aliases repeat it
+MOST_NOTEBOOK_BYTES = 100_000_000  # notebooks contain their pictures
+_PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")  # cell magics that are followed by Python
+_MAGIC = re.compile(r"(?m)^([ \t]*)(?:[%!?](?:.*\\\n)*.*|[\w.]+\?+[ \t]*$)")
+_ASSIGNED_MAGIC = re.compile(r"(?m)^([ \t]*[\w., ]+= *)[%!].*")
 DEEPEST = 100
 LONGEST_KEY = 200  # letters
 _LETTERS_A_NODE = 100  # a long text counts as so many nodes: aliases can repeat that too
 _SHORT = 60
 Settings = dict[tuple[str, ...], tuple[Any, int]]  # by path: value and line
+Cells = list[tuple[int, int]]  # of each code cell: how many lines come before it, its number from 1
 UNREAD: Any = object()  # a value that only the program it was written for can read
 
 
@@ -213,3 +220,45 @@ def yaml_loader() -> Any:
 def _refuse(problem: str, at: Any) -> NoReturn:
     """For YAML that is right, and yet not read."""
     raise UsageError(f"{at.start_mark.name}, line {at.start_mark.line + 1}: {problem}")
+
+
+# The Python of a Jupyter notebook. Every line keeps its place in its cell, so that a message can say
+# `train.ipynb cell 3:12`.
+
+
+def read_notebook(path: Path) -> tuple[str, Cells]:
+    """The code of a notebook, and where in it each cell begins."""
+    notebook = load_json(text_of(path, MOST_NOTEBOOK_BYTES), str(path))
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise UsageError(f"{path} is not a notebook of format 4: save it with a current Jupyter")
+    lines: list[str] = []
+    begins: Cells = []
+    for number, cell in enumerate(cells, 1):
+        source = cell.get("source") or ""
+        text = "".join(map(str, source)) if isinstance(source, list) else str(source)
+        if cell.get("cell_type") == "code" and text.strip():
+            begins.append((len(lines), number))
+            lines += python_lines(text)
+    return "\n".join(lines), begins
+
+
+def python_lines(cell: str) -> list[str]:
+    """The lines of a cell; those that are not Python become `pass`."""
+    first, _, rest = cell.lstrip("\n").partition("\n")
+    if first.startswith("%%"):
+        if first.split()[0] not in _PYTHON_CELLS:
+            return ["pass"] + [""] * cell.count("\n")
+        cell = f"pass\n{rest}"
+    if not _parses(cell):  # if it does, a line that begins with % is the rest of an expression
+        cell = _ASSIGNED_MAGIC.sub(r"\1None", cell)
+        cell = _MAGIC.sub(lambda magic: f"{magic[1]}pass" + "\n" * magic[0].count("\n"), cell)
+    return cell.split("\n")
+
+
+def _parses(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

@@ -1,31 +1,51 @@
-"""Trace → Account: a run as plain data: its time, ranks, loader workers, hardware, and how it ended."""
+"""Trace → RecordedRun: what is known of one run, as plain data. Figures are of rank 0, but for those in `by_rank`."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from flatout.diagnose.breakdown import Breakdown, split
+from flatout.diagnose.breakdown import (
+    COLLATE,
+    OWN_CODE,
+    REST,
+    SAMPLES,
+    Breakdown,
+    HotFunction,
+    breakdown,
+    in_training,
+    in_workers,
+)
 from flatout.diagnose.by_cause import CauseAccount
-from flatout.diagnose.rank_metrics import MIN_CEILING, RankMetrics, is_gpu_of
+from flatout.diagnose.rank_metrics import RankMetrics, is_gpu_of, metrics_of
+from flatout.diagnose.rules import diagnosis
+from flatout.model.causes import Finding
 from flatout.model.errors import TraceError
-from flatout.model.facts import Facts
-from flatout.model.finding import Finding
-from flatout.model.formatting import as_typed, count_of, exit_in_words, ms
-from flatout.model.readings import GPU_READINGS, Reading, shown_in
-from flatout.model.records import SPANS_A_STEP, to_json
+from flatout.model.formatting import (
+    GPU_READINGS,
+    Reading,
+    as_typed,
+    count_of,
+    exit_in_words,
+    in_full,
+    ms,
+    shown_in,
+)
+from flatout.model.records import SPANS_A_STEP, Facts, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
-from flatout.report.code_lines import PhaseLines
-from flatout.report.costs import RunCosts
-from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Summary, Trace, WorkerReport, Xray
+from flatout.trace import GpuSample, Note, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport, Xray
 from flatout.trace.checked import from_json
+from flatout.trace.downsample import window_of
 
 SCHEMA = 1
 HANG_MS = 10_000.0  # a run whose last wait was at least as long hung
+MIN_PHASE = 0.02  # of training's time: of a phase that takes less, no line is shown
 WHAT_IS_COUNTED = (
     "flatout counts calls of torch.optim.Optimizer.step; did the script train, and did it run with the Python it was "
     "started with?"
@@ -34,16 +54,52 @@ WAITS = {"data": "a batch that did not come", "sync": "the GPU"}
 NOT_TRAINING = ("setup", "tail", "replay", "resident")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFigures:
-    """One rank in a line: `shares` of its training time by phase."""
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an hour costs: 2.5/h, $2.5/h, 2.5EUR/h."""
 
-    rank: int
-    host: str
-    steps: int
-    step_ms: Sketch
-    samples_per_s: float | None
-    shares: dict[str, float]
+    an_hour: float
+    sign: str = ""
+    sign_first: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> Price:
+        """As a person writes it; ValueError where that is no price."""
+        sign = r"([A-Za-z]{1,4}|[$€£¥₹₩])?"
+        match = re.fullmatch(rf"{sign}\s*(\d+(?:\.\d+)?)\s*{sign}\s*(?:/\s*h)?", text.strip())
+        if match is None or (match[1] and match[3]):
+            raise ValueError(f"{text} is no price an hour")
+        return cls(float(match[2]), match[1] or match[3] or "", bool(match[1]))
+
+    def text(self, amount: float) -> str:
+        """An amount of money, with its sign."""
+        if self.sign_first:
+            return f"{self.sign}{in_full(amount)}"
+        return f"{in_full(amount)} {self.sign or 'in the currency of --price'}"
+
+    def of_time(self, seconds: float) -> float:
+        """What so much time costs."""
+        return seconds / 3600 * self.an_hour
+
+
+class RankFigures(NamedTuple):
+    """One rank, and where its time went."""
+
+    info: RunInfo
+    breakdown: Breakdown
+
+    @classmethod
+    def of_summary(cls, summary: Summary) -> RankFigures:
+        """Of a rank whose summary alone was read."""
+        whole = Window(
+            first_index=0,
+            last_index=0,
+            start_s=0.0,
+            wall_ms=summary.wall_ms,
+            spans_ms=summary.spans_ms,
+            samples=summary.samples,
+        )
+        return cls(summary.info, breakdown(RankTrace(info=summary.info, windows=(whole,))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,21 +141,51 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
-    """What the first rank did, every rank in a line, and what else is known of the run."""
+class PhaseLines:
+    """The functions that took the time of a phase; shares are of that phase, which takes `share` of training."""
 
-    name: str
+    phase: str
+    title: str
+    share: float
+    functions: tuple[HotFunction, ...]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Every line, as documented."""
+        lines = [line for function in self.functions for line in function.lines]
+        rows = []
+        for line in sorted(lines, key=lambda line: -line.share):
+            place = {"phase": self.phase, "where": line.where, "function": line.function}
+            code = {"called": line.called, "source": line.source}
+            rows.append({**place, **code, "share_of_phase": line.share, "share": line.share * self.share})
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """One recorded run: its records, its findings, and what follows from them, each found when it is asked for."""
+
     folder: str
-    command: tuple[str, ...]
-    breakdown: Breakdown
-    by_rank: tuple[RankFigures, ...]
-    xray: Xray | None
-    workers: tuple[Workers, ...]
-    facts: Facts
-    own_us_per_step: float | None
-    gpu: dict[str, float]
-    notes: tuple[Note, ...]
-    ended: str | None  # how, where it did not end well
+    trace: Trace
+    metrics: tuple[RankMetrics, ...]  # of the ranks that were read
+    findings: tuple[Finding, ...]
+    causes: CauseAccount | None  # its time by cause; None where there is too little to judge by
+    by_rank: tuple[RankFigures, ...]  # of every rank
+    price: Price | None = None
+
+    @property
+    def first(self) -> RankTrace:
+        """The records of rank 0."""
+        return self.metrics[0].rank
+
+    @property
+    def breakdown(self) -> Breakdown:
+        """Where its time went."""
+        return self.metrics[0].breakdown
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.first.info.name
 
     @property
     def ranks(self) -> int:
@@ -107,32 +193,104 @@ class Account:
         return len(self.by_rank)
 
     @property
-    def ceiling(self) -> str | None:
-        """How fast the same steps could be, measured or worked out; None where others had the cores then."""
-        b = self.breakdown
-        for most, how in (
-            (b.ceiling_samples_per_s, "with the data there"),
-            (b.replay_samples_per_s, "without the loader"),
-        ):
-            if most and b.samples_per_s and most > MIN_CEILING * b.samples_per_s:
-                faster = most / b.samples_per_s
-                return f"{most:,.0f} samples/s {how} ({faster:.1f}×)" if faster > 1 else f"no faster {how}"
-        return None
+    def xray(self) -> Xray | None:
+        """The X-ray, if there was one."""
+        return self.first.xray
+
+    @cached_property
+    def command(self) -> tuple[str, ...]:
+        """The command. Secrets were hidden when the trace was written, but perhaps by an older flatout."""
+        return redact_command(self.first.info.command)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What was in force, without secrets too."""
+        known = from_json(Facts, redact_setting("", to_json(self.first.facts)))
+        return dataclasses.replace(known, own_cost=None)
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a person should know, without secrets too."""
+        notes = (*_note_of_a_hang(self.first), *self.trace.notes, *self.first.notes)
+        return [redact_text(note.text) for note in notes]
+
+    @cached_property
+    def ended(self) -> str | None:
+        """How, where it did not end well."""
+        return how_it_ended(self.trace)
+
+    @cached_property
+    def lines(self) -> tuple[PhaseLines, ...]:
+        """The lines that took the time of the loop's own code, and of what makes samples and batches."""
+        metrics = self.metrics[0]
+        dataset, waits = metrics.loader.dataset.rpartition(".")[2], metrics.share("data")
+        own = in_training(self.first, OWN_CODE)
+        samples, collate = (in_workers(self.first, dataset, (phase,)) for phase in (SAMPLES, COLLATE))
+        phases = [
+            PhaseLines(phase=REST, title="Your own code", share=metrics.share(REST), functions=own),
+            PhaseLines(phase=SAMPLES, title=f"Samples of {dataset}", share=waits, functions=samples),
+        ]
+        if collate != samples:  # without workers they are the same
+            phases.append(PhaseLines(phase=COLLATE, title="Joining samples", share=waits, functions=collate))
+        return tuple(phase for phase in phases if phase.functions and phase.share >= MIN_PHASE)
+
+    @cached_property
+    def workers(self) -> tuple[Workers, ...]:
+        """What loaded its data, by dataset."""
+        groups: dict[tuple[str, int | None], list[WorkerReport]] = {}
+        for report in self.first.workers:
+            groups.setdefault((report.dataset, report.length), []).append(report)
+        return tuple(_summed_up(reports) for reports in groups.values() if any(r.samples for r in reports))
+
+    @cached_property
+    def costs(self) -> dict[str, Any]:
+        """What it has cost so far, and what an epoch of it does, its pauses counted: the documented JSON."""
+        metrics, seen, tokens = self.metrics[0], self.breakdown, self.metrics[0].loader.tokens
+        seconds, epoch_s, tokens_per_s = seen.wall_ms / 1e3, None, None
+        if metrics.steps_an_epoch and seen.steps:
+            epoch_s = metrics.steps_an_epoch * seen.training_ms / seen.steps / 1e3
+        if tokens is not None and seen.samples_per_s:
+            tokens_per_s = seen.samples_per_s * tokens.a_sample
+        data: dict[str, Any] = {"seconds": seconds, "epoch_s": epoch_s, "tokens_per_s": tokens_per_s}
+        a_second = {}
+        powers_w = [power_w for one in self.metrics if (power_w := _mean_power_w(one)) is not None]
+        if powers_w:  # of all GPUs
+            a_second["energy_wh"] = sum(powers_w) / len(powers_w) * self.ranks / 3600
+        if self.price is not None:
+            a_second["money"] = self.price.of_time(1.0)
+            data["currency"] = self.price.sign or None
+        for name, amount in a_second.items():
+            data[name] = amount * seconds
+            data[f"epoch_{name}"] = amount * epoch_s if epoch_s is not None else None
+        return data
+
+    @cached_property
+    def hardware(self) -> dict[str, float]:
+        """Means over the run, of the rank's GPU and of the host; of memory the highest."""
+        samples = self.trace.samples.get(self.first.info.host, ())
+        seen = [gpu for sample in samples for gpu in sample.gpus if is_gpu_of(self.first, gpu)]
+        figures = {"cpu_pct": Sketch.of(sample.host.cpu_pct for sample in samples).mean}
+        for reading in shown_in("run", GPU_READINGS):
+            figures[reading.name] = mean_or_peak(reading, seen)
+        return {name: value for name, value in figures.items() if value is not None}
+
+    @cached_property
+    def stretches(self) -> Sequence[Window]:
+        """Step by step, where every step was kept; else window by window."""
+        steps = self.first.every_step()
+        return self.first.windows if steps is None else [window_of([step]) for step in steps]
+
+    @property
+    def own_us_per_step(self) -> float | None:
+        """What measuring took of a step."""
+        cost = self.first.facts.own_cost
+        return cost.us_per_step if cost is not None else None
 
     @property
     def own_share(self) -> float | None:
         """The share of a step that measuring took."""
         mean = self.breakdown.step_ms.mean
-        if self.own_us_per_step is None or not mean:
-            return None
-        return self.own_us_per_step / 1e3 / mean
-
-    @property
-    def cost(self) -> str:
-        """What measuring took, in words; empty where that was not recorded."""
-        if self.own_share is None:
-            return ""
-        return f"measuring took about {self.own_us_per_step:.0f} µs a step ({self.own_share:.2%})"
+        return self.own_us_per_step / 1e3 / mean if self.own_us_per_step is not None and mean else None
 
     @property
     def changes(self) -> str:
@@ -151,121 +309,119 @@ class Account:
             sentence += f" Not changed: {'; '.join(not_applied)}."
         return sentence
 
+    def settings(self) -> list[tuple[str, Any]]:
+        """What was in force and what the script read, by name."""
+        facts = to_json(self.facts)
+        read, loaders, _ = (facts.pop(name, []) for name in ("settings", "loaders", "changes"))
+        changes = [f"{change.name}={change.value}" for change in self.facts.changes if change.applied]
+        found = [("command", " ".join(self.command)), ("ranks", self.ranks), ("loaders", len(loaders))]
+        for number, loader in enumerate(loaders, 1):
+            loader.pop("tokens", None)  # counted, not set
+            found += _flat(f"loader {number}", loader)
+        if changes:
+            found.append(("changed by flatout", changes))
+        for name, value in facts.items():
+            found += _flat(name, value)
+        for one in read:
+            found += _flat(one.get("file") or one["source"], one["values"])
+        return found
+
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON of a run, without its findings."""
+        """The documented JSON of `flatout report`."""
         b = self.breakdown
+        speeds = {
+            "samples_per_s": b.samples_per_s,
+            "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},
+            "ceiling_samples_per_s": b.ceiling_samples_per_s,
+            "replay_samples_per_s": b.replay_samples_per_s,
+        }
         return {
+            "schema": SCHEMA,
+            "verdict": self.findings[0].code if self.findings else None,
+            "findings": [finding_to_json(finding) for finding in self.findings],
             "name": self.name,
             "trace": self.folder,
             "ranks": self.ranks,
             "ended": self.ended,
-            "breakdown": {"wall_ms": b.wall_ms, "parts": [to_json(part) for part in b.parts]},
-            "training": {"wall_ms": b.training_ms, "parts": [to_json(part) for part in b.training]},
-            "facts": {
-                "steps": b.steps,
-                "samples_per_s": b.samples_per_s,
-                "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},
-                "ceiling_samples_per_s": b.ceiling_samples_per_s,
-                "replay_samples_per_s": b.replay_samples_per_s,
-                **to_json(self.facts),
-            },
+            "breakdown": {"wall_ms": b.wall_ms, "parts": to_json(b.parts)},
+            "training": {"wall_ms": b.training_ms, "parts": to_json(b.training)},
+            "account": to_json(self.causes.charges) if self.causes is not None else [],
+            "lines": [line for phase in self.lines for line in phase.to_json()],
+            "facts": {"steps": b.steps, **speeds, **to_json(self.facts)},
             "xray": _with_quantiles(self.xray) if self.xray is not None else None,
             "workers": [_with_quantiles(workers) for workers in self.workers],
-            "hardware": self.gpu,
+            "hardware": self.hardware,
+            "costs": self.costs,
             "overhead": {"us_per_step": self.own_us_per_step, "share": self.own_share},
-            "notes": [note.text for note in self.notes],
+            "notes": self.notes,
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """One recorded run: its account, what to change, and its records, which the charts show."""
-
-    account: Account
-    findings: tuple[Finding, ...]
-    trace: Trace
-    costs: RunCosts
-    causes: CauseAccount | None = None  # None where there is too little to judge by
-    lines: tuple[PhaseLines, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON of a run, but for its findings."""
-        charges = [to_json(charge) for charge in self.causes.charges] if self.causes is not None else []
-        lines = [line for phase in self.lines for line in phase.to_json()]
-        return {**self.account.to_json(), "account": charges, "lines": lines, "costs": self.costs.to_json()}
-
-
-def account(trace: Trace, folder: str, metrics: Sequence[RankMetrics], by_rank: Sequence[RankFigures] = ()) -> Account:
-    """The account of a run; `by_rank` where the trace does not hold all of its ranks."""
+def run_of(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = (), price: Price | None = None) -> RecordedRun:
+    """The run in a trace; `by_rank` where not all of its ranks were read."""
+    metrics = tuple(metrics_of(trace))
     if not metrics:
         if trace.machines and not any(info.command for info in trace.machines):
             raise TraceError(f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}")
         raise TraceError(f"no optimizer step was seen in {folder}: nothing to account for. {WHAT_IS_COUNTED}")
-    first = metrics[0].rank
-    own_cost = first.facts.own_cost
-    # Secrets were hidden when the trace was written, but perhaps by an older flatout.
-    facts = from_json(Facts, redact_setting("", to_json(first.facts)))
-    notes = (*_note_of_a_hang(first), *trace.notes, *first.notes)
-    return Account(
-        name=first.info.name,
+    every = tuple(by_rank or (RankFigures(one.rank.info, one.breakdown) for one in metrics))
+    known = diagnosis(metrics)
+    return RecordedRun(
         folder=folder,
-        command=redact_command(first.info.command),
-        breakdown=metrics[0].breakdown,
-        by_rank=tuple(by_rank or map(figures_of_rank, metrics)),
-        xray=first.xray,
-        workers=_workers(first),
-        facts=dataclasses.replace(facts, own_cost=None),
-        own_us_per_step=own_cost.us_per_step if own_cost is not None else None,
-        gpu=_hardware(first, trace.samples.get(first.info.host, ())),
-        notes=tuple(dataclasses.replace(note, text=redact_text(note.text)) for note in notes),
-        ended=how_it_ended(trace),
+        trace=trace,
+        metrics=metrics,
+        findings=known.findings,
+        causes=known.account,
+        by_rank=every,
+        price=price,
     )
 
 
-# Ranks
+def finding_to_json(finding: Finding) -> dict[str, Any]:
+    """A finding as documented."""
+    data = dataclasses.asdict(finding)
+    value = data.pop("value")
+    if finding.change is not None:
+        data["change"] = {"name": finding.change, "value": value}
+    return data
 
 
-def figures_of_summary(summary: Summary) -> RankFigures:
-    """A rank's figures from its summary."""
-    totals: dict[str, float] = {}
-    for key, sketch in summary.spans_ms.items():
-        name = key.partition("@")[0]
-        totals[name] = totals.get(name, 0.0) + sketch.total
-    all_ms = summary.wall_ms.total or 1.0
-    return RankFigures(
-        rank=summary.info.rank or 0,
-        host=summary.info.host,
-        steps=summary.wall_ms.count,
-        step_ms=summary.wall_ms,
-        samples_per_s=summary.samples / all_ms * 1e3 if summary.samples else None,
-        shares={name: total / all_ms for name, total in split(totals).items()},
-    )
+def mean_or_peak(reading: Reading, seen: Sequence[GpuSample]) -> float | None:
+    """What counts of a reading over a run; None where it was never measured."""
+    values = Sketch.of(getattr(gpu, reading.name) for gpu in seen)
+    return values.high if reading.peak and values.count else values.mean
 
 
-def figures_of_rank(metrics: RankMetrics) -> RankFigures:
-    """A rank's figures from its trace."""
-    info, b = metrics.rank.info, metrics.breakdown
-    return RankFigures(
-        rank=info.rank or 0,
-        host=info.host,
-        steps=b.steps,
-        step_ms=b.step_ms,
-        samples_per_s=b.samples_per_s,
-        shares={part.name: b.share_of(part.name) for part in b.training},
-    )
+def _mean_power_w(metrics: RankMetrics) -> float | None:
+    """Of a rank's GPU over the whole run."""
+    samples = metrics.trace.samples.get(metrics.rank.info.host, ())
+    return Sketch.of(gpu.power_w for s in samples for gpu in s.gpus if is_gpu_of(metrics.rank, gpu)).mean
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(f"{name}: {key}", item)
+    else:
+        yield name, value
+
+
+def _with_quantiles(record: Any) -> dict[str, Any]:
+    """A record with its sketches as a few quantiles."""
+    data = {}
+    for entry in dataclasses.fields(record):
+        item = getattr(record, entry.name)
+        if isinstance(item, Sketch):
+            p50, p95, highest = (item.quantile(q) for q in (0.5, 0.95, 1.0))
+            item = {"mean": item.mean, "p50": p50, "p95": p95, "max": highest}
+        data[entry.name] = item
+    return data
 
 
 # Loader workers
 
 
-def _workers(rank: RankTrace) -> tuple[Workers, ...]:
-    groups: dict[tuple[str, int | None], list[WorkerReport]] = {}
-    for report in rank.workers:
-        groups.setdefault((report.dataset, report.length), []).append(report)
-    return tuple(_summed_up(reports) for reports in groups.values() if any(r.samples for r in reports))
-
-
-def _summed_up(reports: list[WorkerReport]) -> Workers:
+def _summed_up(reports: Sequence[WorkerReport]) -> Workers:
     alive = sum(over_s - born_s for born_s, over_s in _lives(reports)) or 1.0
     wall = sum(r.sample_wall_s for r in reports) or 1e-9
     collate = sum(r.collate_s for r in reports)
@@ -305,24 +461,6 @@ def _lives(workers: Sequence[WorkerReport]) -> list[tuple[float, float]]:
         born_s, over_s = known.get(worker.pid, (worker.born_s, worker.time_s))
         known[worker.pid] = min(born_s, worker.born_s), max(over_s, worker.time_s)
     return list(known.values())
-
-
-# Hardware
-
-
-def _hardware(rank: RankTrace, samples: Iterable[Sample]) -> dict[str, float]:
-    """Means over the run, of the rank's GPU and of the host; of memory the highest."""
-    seen = [gpu for sample in samples for gpu in sample.gpus if is_gpu_of(rank, gpu)]
-    figures = {"cpu_pct": Sketch.of(s.host.cpu_pct for s in samples).mean}
-    for reading in shown_in("run", GPU_READINGS):
-        figures[reading.name] = mean_or_peak(reading, seen)
-    return {name: value for name, value in figures.items() if value is not None}
-
-
-def mean_or_peak(reading: Reading, seen: Iterable[GpuSample]) -> float | None:
-    """What counts of a reading over a run; None where it was never measured."""
-    values = Sketch.of(getattr(gpu, reading.name) for gpu in seen)
-    return values.high if reading.peak and values.count else values.mean
 
 
 # The end
@@ -369,15 +507,3 @@ def _note_of_a_hang(rank: RankTrace) -> tuple[Note, ...]:
     place = f" ({last.where})" if last.where else ""
     text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {WAITS[last.name]}{place}: it hung"
     return (Note(time_s=tail.start_s, text=text),)
-
-
-def _with_quantiles(record: Any) -> dict[str, Any]:
-    """A record with its sketches as a few quantiles."""
-    data = {}
-    for entry in dataclasses.fields(record):
-        item = getattr(record, entry.name)
-        if isinstance(item, Sketch):
-            p50, p95, highest = (item.quantile(q) for q in (0.5, 0.95, 1.0))
-            item = {"mean": item.mean, "p50": p50, "p95": p95, "max": highest}
-        data[entry.name] = item
-    return data

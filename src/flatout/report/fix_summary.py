@@ -13,13 +13,23 @@ from flatout.fix.offers import all_in_words, in_words
 from flatout.fix.result import Attempt, FixResult
 from flatout.fix.runs import Run
 from flatout.fix.speed import Speed
+from flatout.model.causes import Finding
 from flatout.model.changes import CHANGES
-from flatout.model.finding import Finding
 from flatout.model.formatting import count_of, duration, in_full, ms
 from flatout.model.stats import MIN_GAIN
 from flatout.redact import redact_command, redact_text
-from flatout.report.costs import Price
-from flatout.report.findings import finding_to_json, permanently
+from flatout.report.account import Price, RecordedRun, finding_to_json
+from flatout.report.comparison import Comparison, compare
+from flatout.report.views import (
+    Item,
+    ReportSection,
+    ReportView,
+    Table,
+    TableBar,
+    finding_item,
+    permanently,
+    time_spent,
+)
 
 SCHEMA = 1
 SAFETY_IN_WORDS = {
@@ -30,20 +40,7 @@ SAFETY_IN_WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """A training in figures; what the machine does not tell is None."""
-
-    samples_per_s: float
-    unit: str
-    steps: int
-    step_ms: float | None
-    sm_active_pct: float | None
-    gpu_util_pct: float | None
-    power_w: float | None
-    joules_a_sample: float | None
-    epoch_s: float | None
-    epoch_money: float | None
+Side = dict[str, Any]  # a training in figures, as documented; what the machine does not tell is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +54,8 @@ class FixSummary:
     after: Side | None
     left: tuple[Finding, ...]  # what no change of ours has fixed
     price: Price | None
+    run: RecordedRun | None  # the training as it is now; None if the first run of the fix failed
+    comparison: Comparison | None  # of before and after
 
     @property
     def kept(self) -> list[Attempt]:
@@ -76,7 +75,7 @@ class FixSummary:
     @property
     def unit(self) -> str:
         """Of the speeds before and after."""
-        unit = self.before.unit if self.before is not None else "samples/s"
+        unit = self.before["unit"] if self.before is not None else "samples/s"
         return f"{unit}, pauses counted" if self.result.paused else unit
 
     @property
@@ -103,7 +102,7 @@ class FixSummary:
         if result.kept:
             speeds, kept = "", f"{count_of(len(result.kept), 'change')} kept"
             if self.before is not None and self.after is not None:
-                before, after = in_full(self.before.samples_per_s), in_full(self.after.samples_per_s)
+                before, after = (in_full(side["samples_per_s"]) for side in (self.before, self.after))
                 speeds = f", {before}\u00a0→\u00a0{after} {self.unit}"
             if gain is None:
                 return f"{kept} ({result.stopped}){speeds}: not measured as a whole."
@@ -134,10 +133,64 @@ class FixSummary:
         )
         rows = []
         for label, text, name in figures:
-            values = [getattr(side, name) for side in (self.before, self.after) if side is not None]
+            values = [side[name] for side in (self.before, self.after) if side is not None]
             if values and None not in values:
                 rows.append((label, " → ".join(map(text, values)), ""))
         return rows
+
+    def view(self, *, brief: bool) -> ReportView:
+        """What a fix says."""
+        result, run, both = self.result, self.run, self.comparison
+        sections = [ReportSection("kept", "Kept", [self._kept(bundle) for bundle in bundles(self.kept)])]
+        if not brief and both is not None:
+            sections += [
+                ReportSection(
+                    "phases", "Where a step's time went, and where it goes", [both.phases("before", "after")]
+                ),
+                ReportSection("steps", "Step by step (A: before, B: after)", both.plots()),
+            ]
+        elif not brief and run is not None:
+            sections.append(ReportSection("before", "Where the time goes", time_spent(run)))
+        withheld = []
+        for offer in result.withheld:
+            option = offer.changes[0].name.replace("_", "-").partition(":")[0]
+            withheld.append(Item(offer.name, lines=[offer.why], to_copy=[f"--allow {option}"]))
+        left = [finding_item(run, finding) for finding in self.left] if run is not None else []
+        sections += [
+            ReportSection("undone", "Not kept", list(map(_undone, bundles(self.undone)))),
+            ReportSection("withheld", "Not tried without your permission", withheld),
+            ReportSection("left", "Left to you", left),
+            ReportSection("runs", "Runs", [self.runs] if brief else [self._every_run(), self.runs]),
+        ]
+        return ReportView(
+            about=("flatout fix", shlex.join(self.command)),
+            headlines=[self.sentence()],
+            notes=result.remarks,
+            figures=self.figures(),
+            train_with=self.train_with if result.kept else "",
+            sections=sections,
+        )
+
+    def _kept(self, bundle: Sequence[Attempt]) -> Item:
+        learning = dict.fromkeys(attempt.change.note for attempt in bundle if attempt.change.safety == "semantic")
+        return Item(
+            title=gain_of(bundle),
+            code=", ".join(dict.fromkeys(attempt.change.safety for attempt in bundle)),
+            where=", ".join(dict.fromkeys(attempt.where for attempt in bundle if attempt.where)),
+            lines=[*proofs_of(bundle), *learning],
+            copy_as="to make it permanent: ",
+            to_copy=[self.permanently(attempt) for attempt in bundle],
+        )
+
+    def _every_run(self) -> Table:
+        """Each run with its speed: how the training became faster."""
+        fastest = max((trial.speed.value for trial in self.result.trials if trial.speed is not None), default=1.0)
+        rows, bars = [], []
+        for trial in self.result.trials:
+            speed = trial.speed.value if trial.speed is not None else 0.0
+            rows.append((trial.what, in_full(speed) if speed else "", duration(1e3 * trial.seconds)))
+            bars.append(TableBar(speed / fastest))
+        return Table("", ("run", "speed", "took"), rows, bars=bars)
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout fix --json`."""
@@ -156,8 +209,8 @@ class FixSummary:
             "plan": self.plan_file,
             "sentence": self.sentence(),
             "gain": _as_dict(result.gain),
-            "before": _as_dict(self.before),
-            "after": _as_dict(self.after),
+            "before": self.before,
+            "after": self.after,
             "currency": (self.price.sign or None) if self.price is not None else None,
             "kept": [_attempt_to_json(attempt, self.permanently(attempt)) for attempt in self.kept],
             "undone": [_attempt_to_json(attempt) for attempt in self.undone],
@@ -218,12 +271,18 @@ def proofs_of(bundle: Sequence[Attempt]) -> list[str]:
 
 
 def summarize(
-    result: FixResult, command: Sequence[str], plan_file: str, findings: Sequence[Finding], price: Price | None = None
+    result: FixResult,
+    command: Sequence[str],
+    plan_file: str,
+    runs: tuple[RecordedRun | None, RecordedRun | None],
+    price: Price | None = None,
 ) -> FixSummary:
     """Before and after. Speeds are over all runs, as the gain is; all other figures are of the last run.
 
-    `findings` are those of the training as it is now.
+    `runs` are the training as it was and as it is with what was kept.
     """
+    first, last = runs
+    now = last if result.kept else first
     before, after = result.speeds or (None, None)
     if result.gain is None:
         before = after = None
@@ -233,8 +292,10 @@ def summarize(
         result=result,
         before=_side(result.before, before, price, paused=result.paused),
         after=_side(result.measured, after, price, paused=result.paused),
-        left=_left(result, findings),
+        left=_left(result, now.findings if now is not None else ()),
         price=price,
+        run=last or first,
+        comparison=compare(first, last) if first is not None and last is not None else None,
     )
 
 
@@ -271,18 +332,23 @@ def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: 
         joules = power / rate
     if epoch_s is not None and price is not None:
         money = price.of_time(epoch_s)
-    return Side(
-        samples_per_s=rate,
-        unit=speed.unit,
-        steps=speed.steps,
-        step_ms=metrics.step_ms or None,
-        sm_active_pct=metrics.gpu("sm_active_pct").mean,
-        gpu_util_pct=metrics.gpu("gpu_util_pct").mean,
-        power_w=power,
-        joules_a_sample=joules,
-        epoch_s=epoch_s,
-        epoch_money=money,
-    )
+    return {
+        "samples_per_s": rate,
+        "unit": speed.unit,
+        "steps": speed.steps,
+        "step_ms": metrics.step_ms or None,
+        "sm_active_pct": metrics.gpu("sm_active_pct").mean,
+        "gpu_util_pct": metrics.gpu("gpu_util_pct").mean,
+        "power_w": power,
+        "joules_a_sample": joules,
+        "epoch_s": epoch_s,
+        "epoch_money": money,
+    }
+
+
+def _undone(bundle: Sequence[Attempt]) -> Item:
+    outcome = bundle[0].outcome
+    return Item(f"{names_of(bundle)}: {outcome.verdict}", lines=[outcome.note])
 
 
 def _attempt_to_json(attempt: Attempt, permanently: str | None = None) -> dict[str, Any]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import textwrap
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich import table as rich_table
 from rich.bar import Bar
 from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.fix.result import ProgressListener
 from flatout.model.formatting import duration
 from flatout.report import Report
-from flatout.report.code_lines import CodeFrame
-from flatout.report.findings import GUIDE
-from flatout.report.views import Item, ReportSection, Table, view_of
+from flatout.report.views import GUIDE, CodeFrame, Item, Part, Table
 
 WIDTH = 80
 MIN_WIDTH, SUBJECT = 50, 27  # of a checklist, and of its first columns
@@ -28,47 +24,47 @@ STATUS_STYLES = {FAIL: "red", WARN: "yellow", OK: "green", NOT_APPLICABLE: "dim"
 STATUS_WORDS = {FAIL: "failed", WARN: "to look at", OK: "ok", NOT_APPLICABLE: "not judged"}
 MAX_ROWS = 20
 BAR = 12
-TIME_BAR = 24
 
 
 def show(report: Report, console: Console) -> None:
     """Print the report."""
-    view = view_of(report)
+    view = report.view(brief=True)
     for line in view.headlines:
         _say(console, line, hang=2, style="bold")
     for note in view.notes:
         _say(console, f"Note: {note}.", hang=2)
     console.print()
-    _print_table(Table(title="", heads=("", "", ""), rows=view.figures, numbers_from=3), console)
+    _print_table(Table("", ("", "", ""), view.figures, numbers_from=3), console)
+    paragraphs = False  # one after the other stand close together
     for section in view.sections:
-        if section.brief:
-            _show_section(section, console)
-    for command in view.train_with:
-        console.print(Text(f"\nTrain with it:  {command}"), soft_wrap=True)
+        parts = [part for part in section.parts if part]
+        if parts and not (paragraphs and isinstance(parts[0], str)):
+            console.print()
+        paragraphs = all(isinstance(part, str) for part in parts) and bool(parts)
+        _show_section(section.title, parts, console)
+    if view.train_with:
+        console.print(Text(f"\nTrain with it:  {view.train_with}"), soft_wrap=True)
 
 
-def _show_section(section: ReportSection, console: Console) -> None:
-    items = [part for part in section.parts if isinstance(part, Item)]
-    if items or any(isinstance(part, CodeFrame) for part in section.parts):
-        console.print(Text(f"\n{section.title}", style="bold"))
-    for item in items:
-        _show_item(item, console)
+def _show_section(title: str, parts: Sequence[Part], console: Console) -> None:
+    """Print a section. A table says in its head what it is about, a paragraph begins with the title."""
+    items = [part for part in parts if isinstance(part, Item)]
+    if items or any(isinstance(part, CodeFrame) for part in parts):
+        console.print(Text(title, style="bold"))
+    for part in parts:
+        if isinstance(part, Item):
+            _show_item(part, console)
+        elif isinstance(part, Table):
+            _print_table(part, console)
+        elif isinstance(part, CodeFrame):
+            _print_code(part, console)
+        elif isinstance(part, str):
+            text = f"{title}: {part}" if isinstance(parts[0], str) else part
+            _say(console, text, hang=2, style="dim")
     if any(item.code and item.brief for item in items):
         here = Path.cwd()
         guide = GUIDE.relative_to(here) if GUIDE.is_relative_to(here) else GUIDE
         _say(console, f"each cause, how to make sure, what to do: {guide}", indent=2, style="dim")
-    for part in section.parts:
-        if isinstance(part, Table) and part.rows:
-            console.print()
-            _print_table(part, console)
-        elif isinstance(part, CodeFrame):
-            _print_code(part, console)
-        elif isinstance(part, str) and part:
-            if all(isinstance(other, str) for other in section.parts):
-                part = f"{section.title}: {part}"
-            else:
-                console.print()
-            _say(console, part, hang=2, style="dim")
 
 
 def _print_code(frame: CodeFrame, console: Console) -> None:
@@ -107,7 +103,7 @@ def _print_table(table: Table, console: Console) -> None:
         box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_header=any(table.heads)
     )
     for place, head in enumerate(table.heads):
-        if place == 1 and table.shares:
+        if place == 1 and table.bars:
             drawn.add_column(width=BAR)
         if place >= table.numbers_from:
             drawn.add_column(head, justify="right", no_wrap=True)
@@ -115,8 +111,8 @@ def _print_table(table: Table, console: Console) -> None:
             drawn.add_column(head, overflow="fold")
     for place, row in enumerate(table.rows[:MAX_ROWS]):
         cells: list[RenderableType] = [Text(cell) for cell in row]
-        if table.shares:
-            cells.insert(1, Bar(1.0, 0.0, table.shares[place], width=BAR, color="cyan"))
+        if table.bars:
+            cells.insert(1, Bar(1.0, 0.0, table.bars[place].share, width=BAR, color="cyan"))
         drawn.add_row(*cells)
     for segments in console.render_lines(drawn, console.options.update_width(min(WIDTH, console.width)), pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
@@ -165,39 +161,14 @@ def _checklist_line(line: Line, style: str, width: int) -> Text:
 
 
 class FixProgress(ProgressListener):
-    """A fix as it goes on: with a bar for the time budget on a terminal; in a file or a pipe only lines."""
+    """A fix as it goes on, in lines."""
 
-    def __init__(self, console: Console, budget_s: float) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._budget_s = budget_s
-        self._began_s = time.monotonic()
-        self._what = ""
-        self._live: Live | None = None
-        if console.is_terminal:
-            self._live = Live(self, console=console, refresh_per_second=4, transient=True)
-
-    def __enter__(self) -> FixProgress:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def run_begins(self, what: str, left_s: float) -> None:
-        self._what = what
-        if self._live is None:
-            line = f"… {what} ({duration(1e3 * max(0.0, left_s))} left)"
-            self._console.print(Text(line, style="dim"), soft_wrap=True)
+        line = f"… {what} ({duration(1e3 * max(0.0, left_s))} left)"
+        self._console.print(Text(line, style="dim"), soft_wrap=True)
 
     def say(self, line: str) -> None:
         _say(self._console, line, hang=2)
-
-    def __rich__(self) -> rich_table.Table:
-        spent = time.monotonic() - self._began_s
-        left = f"{duration(1e3 * max(0.0, self._budget_s - spent))} left"
-        bar = ProgressBar(total=self._budget_s, completed=min(spent, self._budget_s), width=TIME_BAR)
-        row = rich_table.Table.grid(padding=(0, 1))
-        row.add_row(Text(textwrap.shorten(self._what, 38, placeholder="…"), style="cyan"), bar, Text(left, style="dim"))
-        return row

@@ -1,50 +1,79 @@
-"""Report → ReportView: what it says, as plain data. `terminal` shows the brief part, `page` all.
+"""What a report says, as plain data: headlines, figures, and sections of parts. `terminal` and `page` show it.
 
-headlines, notes, figures     what one reads first
-sections                      of tables, items (a finding, a change), paragraphs, and charts for the page
+Here are the kinds of parts, the words for phases, findings and changes, and the view of one run. A terminal gets the
+brief sections alone; the page gets all of them, with charts.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from flatout.diagnose.breakdown import REST
+from flatout.diagnose.breakdown import ENOUGH_STEPS, REST, UNSPLIT, Breakdown, HotFunction, HotLine
+from flatout.diagnose.by_cause import LOADER_LIMITS
+from flatout.diagnose.knobs import knob_for
+from flatout.diagnose.rank_metrics import MIN_CEILING
 from flatout.fix.result import Attempt
-from flatout.model.finding import Finding
-from flatout.model.formatting import count_of, duration, ms, ms_a_step
-from flatout.model.readings import GPU_READINGS, shown_in
-from flatout.report import Report, chart_data, charts
-from flatout.report.account import Account, RankFigures, RecordedRun, mean_or_peak
-from flatout.report.chart_data import WORKER_STATES, phase_name
-from flatout.report.code_lines import CodeFrame, PhaseLines, flame_of_phase
-from flatout.report.comparison import INTERVALS, Comparison, settings_of
-from flatout.report.findings import change_as_typed, gain, headline, sentence
-from flatout.report.fix_summary import FixSummary, bundles, gain_of, names_of, proofs_of
-from flatout.report.markup import Html, as_text
-from flatout.trace import GpuSample, RankTrace, Trace, Xray
+from flatout.model.causes import Finding
+from flatout.model.changes import BY_NAME
+from flatout.model.formatting import GPU_READINGS, as_typed, count_of, duration, in_full, ms, ms_a_step, shown_in
+from flatout.model.records import Facts
+from flatout.model.stats import FEW_STEPS, LONG_S
+from flatout.report.account import PhaseLines, RankFigures, RecordedRun, mean_or_peak
+from flatout.trace import GpuSample, Trace, Xray
 
-MAX_LANES = 64
+CAN_COST = 0.98  # a gain that may be below this is shown as a cost
+MIN_SHOWN_GAIN = 1.005
+GUIDE = (Path(__file__).parents[1] / "TROUBLESHOOTING.md").resolve()  # has an entry for every code
+EARLIER = "work of earlier steps"
 MAX_RANKS = 32
 MAX_SETTINGS = 400
 MAX_KERNELS = 12
-MAX_KERNEL_NAME = 96
+MAX_TEXT = 200
+MAX_FUNCTIONS, MAX_LINES = 3, 4
+MIN_FUNCTION, MIN_LINE = 0.05, 0.03  # of the phase
 SMALL = 0.002  # of the training time: such parts are put together
-WORDS_OF_CHARGE = {
-    "useful": "",
-    "idle": "lost",
-    "wasteful": "could be spared",
-    "measuring": "measuring",
-    "remainder": "no cause found",
+KINDS_OF_CHARGE = {  # in words, and the color of its bar
+    "useful": ("", "compute"),
+    "idle": ("lost", "sync"),
+    "wasteful": ("could be spared", "compute"),
+    "measuring": ("measuring", "other"),
+    "remainder": ("no cause found", "other"),
+}
+# What each phase is called, and the family of causes that its color stands for.
+PHASES = {
+    "data": ("waiting for data", "data"),
+    "loader start": ("starting the loader", "data"),
+    "copy": ("copying to the GPU", "copy"),
+    "sync": ("waiting for the GPU", "sync"),
+    "held": ("the GPU has enough to do", "compute"),
+    "evaluation": ("evaluation", "pause"),
+    "checkpoint": ("checkpoint", "pause"),
+    "logging": ("logging", "pause"),
+    "gc": ("garbage collection", "pause"),
+    "launch": ("launching kernels", "sync"),
+    "flatout": ("flatout's one-time setup", "other"),
+    REST: ("your code outside these phases", "other"),
+    "forward": ("forward", "compute"),
+    "loss": ("loss", "compute"),
+    "backward": ("backward", "compute"),
+    "optimizer": ("optimizer", "compute"),
+    UNSPLIT: ("computing", "compute"),
+    EARLIER: (EARLIER, "compute"),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class TableBar(NamedTuple):
+    """The bar beside a row: how long it is, and how much of that the GPU was idle, both as shares of the whole."""
+
+    share: float
+    family: str = "compute"
+    idle: float = 0.0
+
+
+class Table(NamedTuple):
     """Rows under their heads; columns from `numbers_from` on are numbers. The page folds up a `folded` one."""
 
     title: str
@@ -52,11 +81,10 @@ class Table:
     rows: Sequence[Sequence[str]]
     numbers_from: int = 1
     folded: bool = False
-    shares: Sequence[float] = ()  # a bar for each row, where there is no chart
+    bars: Sequence[TableBar] = ()  # one for each row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class Item(NamedTuple):
     """A finding, or a change that was tried."""
 
     title: str
@@ -70,87 +98,142 @@ class Item:
     evidence: Sequence[Table] = ()
 
 
-Part = Table | Item | CodeFrame | str | Callable[[], Html | None]
+class CodeFrame(NamedTuple):
+    """The hottest lines of one function of the user's: number, source, what it called, and share."""
+
+    title: str
+    lines: Sequence[tuple[int, str, str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSection:
-    """Parts under a title. One without a part is left out; a terminal shows those that are `brief`."""
+class ChartBar(NamedTuple):
+    """One bar of a chart: `left` and `width` are shares of the axis; `idle`: the GPU had nothing to do."""
+
+    label: str
+    family: str
+    left: float
+    width: float
+    ms: float
+    idle: bool = False
+    where: str | None = None
+
+
+class BarChart(NamedTuple):
+    """Rows of bars on one axis that can be zoomed, from 0 to `end`; `legend` says what the colors stand for."""
+
+    title: str
+    note: str
+    rows: Sequence[tuple[str, Sequence[ChartBar]]]
+    end: float
+    unit: str
+    legend: Sequence[tuple[str, str]]
+
+
+class Series(NamedTuple):
+    """One line of a plot."""
+
+    name: str
+    family: str
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+
+
+class Plot(NamedTuple):
+    """Lines over one axis."""
+
+    title: str
+    unit: str
+    series: Sequence[Series]
+
+
+class Mark(NamedTuple):
+    """A stretch of the run that is not a plain training step."""
+
+    name: str
+    start_s: float
+    length_s: float
+
+
+class Plots(NamedTuple):
+    """Plots that zoom together, with one axis, and what is shaded in them."""
+
+    plots: Sequence[Plot]
+    unit: str = "s"
+    marks: Sequence[Mark] = ()
+
+
+Part = Table | Item | CodeFrame | BarChart | Plots | str
+
+
+class ReportSection(NamedTuple):
+    """Parts under a title. One without a part is left out."""
 
     key: str
     title: str
     parts: Sequence[Part]
-    brief: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportView:
+class ReportView(NamedTuple):
     """A whole report. Figures are names, values and remarks."""
 
     about: Sequence[str]
     headlines: Sequence[str]
-    notes: Sequence[str] = ()
     figures: Sequence[tuple[str, str, str]]
-    command: Sequence[str] = ()
-    train_with: Sequence[str] = ()
     sections: Sequence[ReportSection]
+    notes: Sequence[str] = ()
+    command: str = ""
+    train_with: str = ""
 
 
-def view_of(report: Report) -> ReportView:
-    """What a report says."""
-    if report.fix is not None:
-        return _fix_view(report, report.fix)
-    if report.comparison is not None:
-        return _comparison_view(report.comparison)
-    assert report.run is not None
-    return _run_view(report.run)
+# One run
 
 
-# A run
-
-
-def _run_view(run: RecordedRun) -> ReportView:
-    account, trace, first, began = run.account, run.trace, run.trace.ranks[0], ""
-    if first.info.started_unix_s:
-        began = f"{datetime.fromtimestamp(first.info.started_unix_s, timezone.utc):%d %B %Y, %H:%M} UTC"
-    findings = [_finding(account, finding) for finding in run.findings]
+def run_view(run: RecordedRun, *, brief: bool, charts: Sequence[ReportSection] = ()) -> ReportView:
+    """What a recorded run says; `charts` belong behind the lines of code."""
+    info, began = run.first.info, ""
+    if info.started_unix_s:
+        began = f"{datetime.fromtimestamp(info.started_unix_s, timezone.utc):%d %B %Y, %H:%M} UTC"
+    findings = [finding_item(run, finding) for finding in run.findings]
+    sections = [
+        ReportSection("findings", "What to change", findings),
+        ReportSection("causes", "Time by cause", _by_cause(run)),
+        ReportSection("time", "Where the time went", time_spent(run, brief=brief)),
+    ]
+    for phase in run.lines:
+        title = f"{phase.title}: {phase.share:.0%} of training's time"
+        sections.append(ReportSection(f"lines-{phase.phase}", title, _lines(phase)))
+    sections += charts
+    sections.append(ReportSection("loading", "Loading", [workers.sentence() for workers in run.workers]))
+    if not brief:
+        sections += [
+            ReportSection("samples", "Slow samples", _slow_samples(run)),
+            ReportSection("xray", "X-ray: kernel by kernel", _xray(run.xray)),
+            ReportSection("gpus", "The GPUs", [_gpus(run.trace)]),
+            ReportSection("ranks", "The ranks", _ranks(run.by_rank)),
+            ReportSection("facts", "The facts", [_facts(run)]),
+        ]
+    sections += [ReportSection("notes", "Notes", run.notes), ReportSection("trace", "Trace", [run.folder])]
     return ReportView(
-        about=("flatout", account.name, first.info.host, account.facts.gpu or "", began),
-        headlines=[*(f"{how}." for how in (account.ended,) if how), headline(account, run.findings)],
-        figures=[*_run_figures(account), *run.costs.figures()],
-        command=[" ".join(account.command)],
-        sections=[
-            ReportSection("findings", "What to change", findings),
-            ReportSection("time", "Where the time went", _time_spent(account, run.lines)),
-            ReportSection("causes", "By cause", _by_cause(run)),
-            *_lines(run, first),
-            ReportSection("steps", "Two steps in detail", [partial(charts.steps, first)], brief=False),
-            ReportSection(
-                key="run", title="Over the run", parts=[partial(charts.over_time, trace, first)], brief=False
-            ),
-            ReportSection("loading", "Loading", [workers.sentence() for workers in account.workers]),
-            ReportSection("workers", "The workers", _workers(account, first), brief=False),
-            ReportSection("xray", "X-ray: kernel by kernel", _xray(account.xray), brief=False),
-            ReportSection("gpus", "The GPUs", [_gpus(trace)], brief=False),
-            ReportSection("ranks", "The ranks", _ranks(account.by_rank), brief=False),
-            ReportSection("facts", "The facts", [_facts(account)], brief=False),
-            ReportSection("notes", "Notes", [note.text for note in account.notes]),
-            ReportSection("trace", "Trace", [account.folder]),
-        ],
+        about=("flatout", run.name, info.host, run.facts.gpu or "", began),
+        headlines=[*(f"{how}." for how in (run.ended,) if how), headline(run)],
+        figures=[*_figures(run), *_cost_figures(run)],
+        command=" ".join(run.command),
+        sections=sections,
     )
 
 
-def _run_figures(account: Account) -> list[tuple[str, str, str]]:
-    b, xray, gpu = account.breakdown, account.xray, account.gpu
+def _figures(run: RecordedRun) -> list[tuple[str, str, str]]:
+    b, xray, gpu = run.breakdown, run.xray, run.hardware
     rows = [("steps", f"{b.steps:,}", f"{duration(b.training_ms)} of training, {duration(b.wall_ms)} in all")]
     median, p95 = b.step_ms.quantile(0.5), b.step_ms.quantile(0.95)
     if median is not None and p95 is not None:
         rows.append(("median step", ms(median), f"95% below {ms(p95)}"))
     if b.samples_per_s:
-        rows.append(("samples a second", f"{b.samples_per_s:,.0f}", account.ceiling or "no ceiling was measured"))
-    if account.ranks > 1:
-        speeds = [rank.samples_per_s or 0.0 for rank in account.by_rank]
-        rows.append(("ranks", f"{account.ranks:,}", f"{sum(speeds):,.0f} samples a second; all else is of rank 0"))
+        ceiling = ceiling_in_words(b) or "no ceiling was measured"
+        rows.append(("samples a second", f"{b.samples_per_s:,.0f}", ceiling))
+    if run.ranks > 1:
+        speeds = [rank.breakdown.samples_per_s or 0.0 for rank in run.by_rank]
+        rows.append(("ranks", f"{run.ranks:,}", f"{sum(speeds):,.0f} samples a second; all else is of rank 0"))
     active, util = gpu.get("sm_active_pct"), gpu.get("gpu_util_pct")
     if active is not None:
         rows.append(("SM active", f"{active:.0f}%", f"GPU-Util says {util or 0:.0f}%"))
@@ -161,89 +244,154 @@ def _run_figures(account: Account) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _finding(account: Account, finding: Finding) -> Item:
+def _cost_figures(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """Tokens, energy and money, where they are known."""
+    costs, rows, tokens = run.costs, [], run.metrics[0].loader.tokens
+    if costs["tokens_per_s"] is not None and tokens is not None:
+        remark = f"{tokens.padding:.0%} of them padding" if tokens.padding is not None else ""
+        rows.append(("tokens a second", in_full(costs["tokens_per_s"]), remark))
+    amounts: list[tuple[str, str, Callable[[float], str]]] = [("energy", "energy_wh", _energy)]
+    if run.price is not None:
+        amounts.append(("cost", "money", run.price.text))
+    for label, name, text in amounts:
+        if name not in costs:
+            continue
+        remark = f"of {duration(1e3 * costs['seconds'])}"
+        if costs["epoch_s"] is not None:
+            remark = f"{text(costs[f'epoch_{name}'])} an epoch of {duration(1e3 * costs['epoch_s'])}"
+        rows.append((label, text(costs[name]), remark))
+    return rows
+
+
+def _energy(wh: float) -> str:
+    return f"{in_full(wh)} Wh" if wh < 1000 else f"{in_full(wh / 1000)} kWh"
+
+
+def ceiling_in_words(b: Breakdown) -> str | None:
+    """How fast the same steps could be, measured or worked out; None where others had the cores then."""
+    ceilings = ((b.ceiling_samples_per_s, "with the data there"), (b.replay_samples_per_s, "without the loader"))
+    for most, how in ceilings:
+        if most and b.samples_per_s and most > MIN_CEILING * b.samples_per_s:
+            faster = most / b.samples_per_s
+            return f"{most:,.0f} samples/s {how} ({faster:.1f}×)" if faster > 1 else f"no faster {how}"
+    return None
+
+
+def finding_item(run: RecordedRun, finding: Finding) -> Item:
+    """A finding, with the change to make."""
     evidence = [(name.replace("_", " "), as_text(value)) for name, value in finding.evidence.items()]
     shares = (f"{finding.share:.0%} of wall time", f"confidence {finding.confidence:.0%}", finding.derived)
+    typed = change_as_typed(run.facts, finding)
     return Item(
-        title=finding.title,
+        finding.title,
         code=finding.code,
         where=finding.where or "",
         brief=gain(finding),
         quiet=" · ".join(shares),
         lines=[finding.advice],
-        to_copy=[change_as_typed(account, finding) or ""],
+        to_copy=[typed] if typed else [],
         evidence=[Table(title="Evidence", heads=("what", "value"), rows=evidence, folded=True)],
     )
 
 
 def _by_cause(run: RecordedRun) -> list[Part]:
-    """Useful work first, then what each cause takes, then what no cause explains."""
+    """Useful work first, then what each cause takes, then what no cause explains. The shares add up to 100%."""
     if run.causes is None:
         return []
-    rows, shares = [], []
+    rows, bars, small = [], [], 0.0
     for charge in run.causes.charges:
         if charge.share < SMALL:
+            small += charge.share
             continue
-        name, words = charge.code or charge.name, WORDS_OF_CHARGE[charge.kind]
-        if charge.kind == "remainder":
-            name = phase_name(charge.name)
-        rows.append((name, f"{charge.share:.1%}", words, charge.where or ""))
-        shares.append(charge.share)
-    heads = ("training's time by cause", "share", "", "where")
-    return [Table(title="By cause", heads=heads, rows=rows, shares=shares)]
+        words, family = KINDS_OF_CHARGE[charge.kind]
+        name = charge.code or phase_name(charge.name)
+        place = f" at {charge.where}" if charge.where else ""
+        rows.append((f"{name}{place}", f"{charge.share:.1%}", words))
+        bars.append(TableBar(charge.share, family_of(charge.code or "") or family))
+    if small >= SMALL / 4:
+        rows.append(("smaller shares", f"{small:.1%}", ""))
+        bars.append(TableBar(small, "other"))
+    return [Table(title="", heads=("training's time by cause", "share", ""), rows=rows, bars=bars)]
 
 
-def _lines(run: RecordedRun, first: RankTrace) -> list[ReportSection]:
-    """The code that took the time of each phase, and for the page a flame of it."""
-    sections = []
-    for phase in run.lines:
-        flame = partial(charts.flame, flame_of_phase(first, phase))
-        title = f"{phase.title}: {phase.share:.0%} of training's time"
-        sections.append(ReportSection(f"lines-{phase.phase}", title, [*phase.frames(), flame]))
-    return sections
-
-
-def _time_spent(account: Account, lines: Sequence[PhaseLines] = ()) -> list[Part]:
-    b, rows, shares, small_ms = account.breakdown, [], [], 0.0
-    own = [line for phase in lines if phase.phase == REST for line in phase.largest()]
+def time_spent(run: RecordedRun, *, brief: bool = False) -> list[Part]:
+    """Training's time by phase; and for the page that of the whole run."""
+    b, rows, bars, small_ms = run.breakdown, [], [], 0.0
+    knows_idle = any(part.gpu_idle_ms is not None for part in b.training)
+    own = next((phase.functions[0].hottest.where for phase in run.lines if phase.phase == REST), None)
     for part in b.training:
-        if part.name == REST and own:
-            for name, share in own:
-                rows.append((name, f"{part.share * share:.1%}", ms_a_step(part.ms * share, b.steps), ""))
-                shares.append(part.share * share)
-            continue
         if part.share < SMALL:
             small_ms += part.ms
             continue
         name = phase_name(part.name)
         if part.where:
             name += f" at {Path(part.where).name}"
-        times = ms_a_step(part.ms, b.steps), ms_a_step(part.gpu_idle_ms, b.steps)
-        rows.append((name, f"{part.share:.1%}", *times))
-        shares.append(part.share)
-    if small_ms:
+        elif part.name == REST and own:
+            name = f"your own code, mostly {own}"
+        idle_ms = part.gpu_idle_ms or 0.0
+        rows.append((name, f"{part.share:.1%}", ms_a_step(part.ms, b.steps), ms_a_step(part.gpu_idle_ms, b.steps)))
+        bars.append(TableBar(part.share, phase_family(part.name), part.share * idle_ms / (part.ms or 1.0)))
+    if small_ms > SMALL / 4 * b.training_ms:
         rows.append(("smaller parts", f"{small_ms / b.training_ms:.1%}", ms_a_step(small_ms, b.steps), ""))
-        shares.append(small_ms / b.training_ms)
+        bars.append(TableBar(small_ms / b.training_ms, "other"))
     heads = ("where training's time went", "share", "a step", "GPU idle")
-    table = Table(title="The numbers", heads=heads, rows=rows, folded=True, shares=shares)
-    return [partial(charts.time_spent, b, account.xray), table, sentence(account.cost)]
+    columns = 4 if knows_idle else 3
+    training = Table(title="", heads=heads[:columns], rows=[row[:columns] for row in rows], bars=bars)
+    cost = ""
+    if run.own_share is not None:
+        cost = f"Measuring took about {run.own_us_per_step:.0f} µs a step ({run.own_share:.2%})"
+    if brief:
+        return [training, cost]
+    striped = "Striped: the GPU was idle meanwhile." if knows_idle else ""
+    return [_whole_run(b), training, striped, cost]
 
 
-def _workers(account: Account, first: RankTrace) -> list[Part]:
-    """What one looks up of loading: transforms, slow samples, and what each worker did with its time."""
+def _whole_run(b: Breakdown) -> Table:
+    """The wall time: training, and what is not training."""
+    training = {(part.name, part.where): part.ms for part in b.training}
+    parts = [("training", b.training_ms, "compute")]
+    for part in b.parts:
+        key = part.name, part.where
+        beside_ms, name = part.ms - training.get(key, 0.0), phase_name(part.name)
+        if key in training:  # an evaluation after the last step, say
+            name += " after the last step"
+        if beside_ms >= SMALL / 4 * b.wall_ms:
+            parts.append((name, beside_ms, "other"))
+    parts.sort(key=lambda part: -part[1])
+    shares = [length / (b.wall_ms or 1.0) for _, length, _ in parts]
+    rows = [(name, f"{share:.1%}", duration(length)) for (name, length, _), share in zip(parts, shares, strict=True)]
+    bars = [TableBar(share, family) for (_, _, family), share in zip(parts, shares, strict=True)]
+    return Table(title="", heads=("the whole run", "share", "time"), rows=rows, bars=bars)
+
+
+def _lines(phase: PhaseLines) -> list[Part]:
+    """The code that took the time of a phase."""
+    functions = [function for function in phase.functions if function.share >= MIN_FUNCTION]
+    return [_frame(function) for function in functions[:MAX_FUNCTIONS]]
+
+
+def _frame(function: HotFunction) -> CodeFrame:
+    shares: dict[int, float] = {}
+    known: dict[int, HotLine] = {}
+    for line in function.lines:  # one that called several things is one line of code
+        number = int(line.where.rpartition(":")[2] or 0)
+        shares[number] = shares.get(number, 0.0) + line.share
+        known.setdefault(number, line)
+    largest = sorted(shares, key=lambda number: -shares[number])[:MAX_LINES]
+    rows = []
+    for number in sorted(number for number in largest if shares[number] >= MIN_LINE):
+        rows.append((number, known[number].source or "", known[number].called or "", shares[number]))
+    file = Path(function.hottest.where.rpartition(":")[0]).name
+    return CodeFrame(title=f"{file}, {function.name}: {function.share:.0%} of that", lines=rows)
+
+
+def _slow_samples(run: RecordedRun) -> list[Part]:
+    """The slowest samples of each dataset, to look them up."""
     parts: list[Part] = []
-    for workers in account.workers:
+    for workers in run.workers:
         median = workers.sample_ms.quantile(0.5) or 0.0
-        transforms = [(name, ms(each)) for name, each in _largest(workers.transforms_ms)]
-        slowest = [(f"{index:,}", ms(took), f"{took / (median or took):,.1f}×") for took, index in workers.slowest]
-        parts.append(Table(title=f"Transforms of {workers}", heads=("transform", "a sample"), rows=transforms))
-        slow = Table(title=f"The slowest samples of {workers}", heads=("index", "took", "of the median"), rows=slowest)
-        parts.append(slow)
-    lanes: list[tuple[str, ...]] = []
-    for name, alive_ms, shares in chart_data.lanes(first.workers)[:MAX_LANES]:
-        lanes.append((name, duration(alive_ms), *(f"{share:.0%}" for share in shares)))
-    heads = ("worker", "there for", *WORKER_STATES)
-    parts.append(Table(title="What each worker did", heads=heads, rows=lanes))
+        rows = [(f"{index:,}", ms(took), f"{took / (median or took):,.1f}×") for took, index in workers.slowest]
+        parts.append(Table(f"The slowest samples of {workers}", ("index", "took", "of the median"), rows))
     return parts
 
 
@@ -260,7 +408,7 @@ def _xray(x: Xray | None) -> list[Part]:
         said.append(f"Tensor cores did {x.tensor_core_ms / x.matrix_ms:.0%} of the work in matrix kernels.")
     if x.collective_ms:
         said.append(f"Collectives took {ms(x.collective_ms / steps)} a step.")
-    kernels = [(name[:MAX_KERNEL_NAME], ms(t / steps), f"{t / busy_ms:.1%}") for name, t in _largest(x.top_ms)]
+    kernels = [(as_text(name), ms(t / steps), f"{t / busy_ms:.1%}") for name, t in _largest(x.top_ms)]
     copies = [(name, ms(t / steps)) for name, t in _largest(x.copies_ms)]
     return [
         " ".join(said),
@@ -293,103 +441,140 @@ def _ranks(every: Sequence[RankFigures]) -> list[Part]:
     """Every rank in a line; of very many, those at both ends."""
     if len(every) < 2:
         return []
-    ranked = sorted(every, key=lambda figures: -(figures.step_ms.quantile(0.5) or 0.0))
+    ranked = sorted(every, key=lambda one: -(one.breakdown.step_ms.quantile(0.5) or 0.0))
     if len(ranked) > MAX_RANKS:
         ranked = [*ranked[: MAX_RANKS // 2], *ranked[-MAX_RANKS // 2 :]]
     rows: list[tuple[str, ...]] = []
-    for one in ranked:
-        times = (ms(one.step_ms.quantile(q) or 0.0) for q in (0.5, 0.95))
-        shares = (f"{one.shares.get(name, 0.0):.1%}" for name in ("data", "backward", "sync"))
-        speed = f"{one.samples_per_s or 0:,.0f}"
-        rows.append((f"rank {one.rank} on {one.host or '?'}", f"{one.steps:,}", *times, speed, *shares))
+    for info, b in ranked:
+        times = (ms(b.step_ms.quantile(q) or 0.0) for q in (0.5, 0.95))
+        shares = (f"{b.share_of(name):.1%}" for name in ("data", "backward", "sync"))
+        speed = f"{b.samples_per_s or 0:,.0f}"
+        rows.append((f"rank {info.rank or 0} on {info.host or '?'}", f"{b.steps:,}", *times, speed, *shares))
     heads = ("rank", "steps", "median step", "p95", "samples/s", "data", "backward", "sync")
     title = f"{len(rows)} of {count_of(len(every), 'rank')}, the slowest first"
     lead = "Ranks wait for each other in backward: one that holds the others up waits least there."
-    return [lead, Table(title=title, heads=heads, rows=rows)]
+    return [lead, Table(title, heads, rows)]
 
 
-def _facts(account: Account) -> Table:
-    rows = [(name, as_text(value)) for name, value in settings_of(account)[:MAX_SETTINGS]]
+def _facts(run: RecordedRun) -> Table:
+    rows = [(name, as_text(value)) for name, value in run.settings()[:MAX_SETTINGS]]
     return Table(title="In force, and what the script read", heads=("what", "value"), rows=rows, numbers_from=2)
 
 
-# Two runs
+# Words
 
 
-def _comparison_view(both: Comparison) -> ReportView:
-    losses = [both.losses.sentence()] if both.losses is not None else []
-    rows = [(name, as_text(a), as_text(b)) for name, a, b in both.differences]
-    differences = Table(title="Settings and facts", heads=("what differs", "A", "B"), rows=rows, numbers_from=3)
-    return ReportView(
-        about=("flatout compare", f"{both.a.folder} (A)", f"{both.b.folder} (B)"),
-        headlines=[both.sentence()],
-        notes=both.cautions,
-        figures=both.figures(),
-        sections=[
-            ReportSection("phases", "Where a step's time goes", [_phases(both, "A", "B")]),
-            ReportSection("steps", "Step by step", [partial(charts.by_step, both.panels)], brief=False),
-            ReportSection("losses", "Losses", losses),
-            ReportSection("differences", "What differs", [differences]),
-            ReportSection("intervals", "Intervals", [INTERVALS], brief=False),
-        ],
-    )
+def phase_name(phase: str) -> str:
+    """A phase in words."""
+    return PHASES.get(phase, (phase, ""))[0]
 
 
-def _phases(both: Comparison, a: str, b: str) -> Table:
-    title = "A step, the phases that changed most first"
-    return Table(title=title, heads=("a step's time", a, b, "change"), rows=both.phases())
+def phase_family(phase: str) -> str:
+    """The family of causes a phase belongs to, which has one color."""
+    return PHASES.get(phase, ("", "other"))[1]
 
 
-# A fix
+def family_of(code: str) -> str:
+    """The family of a cause: what stands before its point."""
+    family = code.partition(".")[0]
+    return "sync" if family == "launch" else family
 
 
-def _fix_view(report: Report, fix: FixSummary) -> ReportView:
-    run, both, result, charted = report.run, report.comparison, fix.result, []
-    if both is not None:
-        panels = partial(charts.by_step, both.panels)
-        charted = [
-            ReportSection("before", "Where the time went before", _time_spent(both.a), brief=False),
-            ReportSection("after", "Where it goes now", _time_spent(both.b), brief=False),
-            ReportSection("phases", "Phase by phase", [_phases(both, "before", "after")], brief=False),
-            ReportSection("steps", "Step by step (A: before, B: after)", [panels], brief=False),
-        ]
-    elif run is not None:
-        charted = [ReportSection("before", "Where the time goes", _time_spent(run.account), brief=False)]
-    left = [_finding(run.account, finding) for finding in fix.left] if run is not None else []
-    withheld = []
-    for offer in result.withheld:
-        option = offer.changes[0].name.replace("_", "-").partition(":")[0]
-        withheld.append(Item(title=offer.name, lines=[offer.why], to_copy=[f"--allow {option}"]))
-    runs = partial(charts.every_run, [(trial.what, trial.speed, trial.seconds) for trial in result.trials])
-    return ReportView(
-        about=("flatout fix", shlex.join(fix.command)),
-        headlines=[fix.sentence()],
-        notes=result.remarks,
-        figures=fix.figures(),
-        train_with=[fix.train_with for _ in result.kept[:1]],
-        sections=[
-            ReportSection("kept", "Kept", [_kept(fix, bundle) for bundle in bundles(fix.kept)]),
-            *charted,
-            ReportSection("undone", "Not kept", list(map(_undone, bundles(fix.undone)))),
-            ReportSection("withheld", "Not tried without your permission", withheld),
-            ReportSection("left", "Left to you", left),
-            ReportSection("runs", "Runs", [runs, fix.runs]),
-        ],
-    )
+def headline(run: RecordedRun) -> str:
+    """The verdict in a sentence; without findings, what the account alone can say."""
+    if run.findings:
+        first = run.findings[0]
+        if first.gain_high >= 1.05:
+            return f"You could train {_times(first)} faster: {first.title}."
+        return f"{sentence(first.title)}."
+    b = run.breakdown
+    if not b.enough:
+        would_do = f"{ENOUGH_STEPS}, or {FEW_STEPS} in {LONG_S:.0f} s, would do"
+        return f"Not enough training steps to judge: {b.steps} in {b.training_ms / 1e3:.2g} s ({would_do})."
+    longest = min(b.training, key=lambda part: (phase_family(part.name) == "compute", -part.share))
+    return f"{longest.share:.0%} of training time goes to {phase_name(longest.name)}."
 
 
-def _kept(fix: FixSummary, bundle: Sequence[Attempt]) -> Item:
-    learning = dict.fromkeys(attempt.change.note for attempt in bundle if attempt.change.safety == "semantic")
-    return Item(
-        title=gain_of(bundle),
-        code=", ".join(dict.fromkeys(attempt.change.safety for attempt in bundle)),
-        where=", ".join(dict.fromkeys(attempt.where for attempt in bundle if attempt.where)),
-        lines=[*proofs_of(bundle), *learning],
-        copy_as="to make it permanent: ",
-        to_copy=[fix.permanently(attempt) for attempt in bundle],
-    )
+def sentence(words: str) -> str:
+    """With a capital letter, unless it begins with code."""
+    first = words.partition(" ")[0].rstrip(":,;")
+    return words[:1].upper() + words[1:] if first.isalpha() else words
 
 
-def _undone(bundle: Sequence[Attempt]) -> Item:
-    outcome = bundle[0].outcome
-    return Item(title=f"{names_of(bundle)}: {outcome.verdict}", lines=[outcome.note])
+def as_text(value: object) -> str:
+    """A setting or a figure as a person would write it, not too long."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(as_text(item) for item in value)[:MAX_TEXT] or "none"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int) and value >= 10_000:
+        return f"{value:,}"
+    return str(value)[:MAX_TEXT]
+
+
+def gain(finding: Finding) -> str:
+    """What fixing it would give."""
+    more = ", more once the loader can follow" if finding.derived.endswith(LOADER_LIMITS) else ""
+    if finding.gain_low < CAN_COST:
+        return f"{finding.gain_low:.2f} to {finding.gain_high:.2f}× as fast on its own"
+    if finding.gain_high < MIN_SHOWN_GAIN:
+        return f"no gain on its own{more}"
+    return f"{_times(finding)} faster{more}"
+
+
+def _times(finding: Finding) -> str:
+    digits = 1 if finding.gain_high >= 1.95 else 2
+    low, high = (f"{factor:.{digits}f}" for factor in (finding.gain_low, finding.gain_high))
+    if finding.gain_low < 1.02:
+        return f"up to {high}×"
+    if low == high:
+        return f"about {high}×"
+    return f"{low} to {high}×"
+
+
+def change_as_typed(facts: Facts, finding: Finding) -> str | None:
+    """The change ready to paste: by the script's own flag or file, else as a line of code."""
+    name, value = finding.change, finding.value
+    if name == "gc_freeze" and value is None:
+        value = True
+    if name is None or value is None:
+        return None
+    # An ignored setting has its value already: typing it again would do nothing.
+    if finding.code != "config.ignored":
+        knob = knob_for(facts, name, value)
+        if knob is not None and not (knob.startswith("-") and value is False):
+            return _by_knob(knob, value)
+    spec = BY_NAME.get(name)
+    return spec.as_code(value, facts.training_loader.framework or "") if spec is not None else None
+
+
+def permanently(attempt: Attempt, framework: str | None = None) -> str:
+    """How to make a change permanent, in a line or two."""
+    change = attempt.change
+    if change.knob:
+        edit = _by_knob(change.knob, change.value)
+        return f"pass {edit}" if change.knob.startswith("-") else edit
+    code = usual = f"{change.name} = {change.value!r}"
+    if change.name in BY_NAME:
+        spec = BY_NAME[change.name]
+        code, usual = spec.as_code(change.value, framework or ""), spec.as_code(change.value)
+    if not attempt.where or code != usual:  # a framework makes the call: there is no such line
+        return code
+    edit = f"{attempt.where}: {code}"
+    if attempt.also:
+        edit += f"; the same at {', '.join(attempt.also)}"
+    return edit
+
+
+def _by_knob(knob: str, value: Any) -> str:
+    """A value as it is given to a flag, or written in a file."""
+    if knob.startswith("-"):
+        return knob if value is True else f"{knob} {value}"
+    file, _, key = knob.rpartition(":")
+    if file.endswith(".py"):
+        return f"in {file}: {key} = {value!r}"
+    return f"in {file}: {key}: {as_typed(value)}"

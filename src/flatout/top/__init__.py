@@ -2,8 +2,8 @@
 
     sample_source   the machine now, or a recording ─► Sample
       │
-      ├──────────────► view     the live terminal view (the only part that imports Textual) ◄─ panels
-      ├──────────────► text     a line a sample when stdout is not a terminal; --csv: a row a sample
+      ├──────────────► view     the live terminal view (the only part that imports Textual)
+      ├──────────────► summary  a line a sample when stdout is not a terminal; --csv: a row a sample
       ├──────────────► trace    --record: a Trace, which --replay reads again
       ▼
     figures  mean, deviation, quantiles, fluctuation, idle time, energy: in bounded memory

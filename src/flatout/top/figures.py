@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flatout.model.readings import GPU_READINGS, HOST_READINGS, Reading, shown_in
+from flatout.model.formatting import GPU_READINGS, HOST_READINGS, Reading, shown_in
 from flatout.model.records import share_pct
 from flatout.trace import GpuSample, HostSample, ProcessSample, Sample, Sketch
 
 IDLE_BELOW_PCT = 5.0  # a pulse below this is an idle moment
 TRAINING_CPU_PCT = 20.0  # of a core: a training process that uses this much is not idle
-LONGEST_CARRY_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it
+LONGEST_PULSE_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it, up to this
 
 
 # One sample
@@ -52,20 +52,16 @@ def host_readings(sample: Sample, cores_allowed: float | None) -> dict[str, Any]
 
 
 def _training_readings(processes: Sequence[ProcessSample]) -> dict[str, Any]:
-    workers = [process for process in processes if process.role == "worker"]
-    trainers = [process for process in processes if process.role == "trainer"]
-    workers_cpu = _known(worker.cpu_pct for worker in workers)
-    total, count, known = _sum(workers_cpu), None, None
-    if processes:
-        count, known = len(workers), sum(process.cpu_pct or 0.0 for process in processes)
+    cpu_pct = {role: _known(one.cpu_pct for one in processes if one.role == role) for role in ("trainer", "worker")}
+    total = _sum(cpu_pct["worker"])
     return {
-        "training_cpu_pct": known,
+        "training_cpu_pct": sum(process.cpu_pct or 0.0 for process in processes) if processes else None,
         "training_rss_bytes": _sum(process.rss_bytes for process in processes),
         "training_read_bytes_s": _sum(process.read_bytes_s for process in processes),
-        "trainer_cpu_pct": max(_known(trainer.cpu_pct for trainer in trainers), default=None),
-        "workers": count,
+        "trainer_cpu_pct": max(cpu_pct["trainer"], default=None),
+        "workers": sum(process.role == "worker" for process in processes) if processes else None,
         "workers_cpu_pct": total,
-        "worker_cpu_pct": total and total / len(workers_cpu),
+        "worker_cpu_pct": total and total / len(cpu_pct["worker"]),
     }
 
 
@@ -103,23 +99,20 @@ class Stats:
         return cls(mean=mean, deviation=deviation, p5=p5, p50=p50, p95=p95, low=sketch.low, high=sketch.high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Figures:
-    """Quantities over the measured time, by name; one that was never seen is not there."""
-
-    levels: dict[str, Stats]
+class Levels(dict[str, Stats]):
+    """Readings over the measured time, by name; one that was never seen is not there."""
 
     def mean(self, name: str) -> float | None:
-        """The mean of a quantity."""
-        return getattr(self.levels.get(name), "mean", None)
+        """The mean of a reading."""
+        return self[name].mean if name in self else None
 
     def peak(self, name: str) -> float | None:
-        """The highest value of a quantity."""
-        return getattr(self.levels.get(name), "high", None)
+        """The highest value of a reading."""
+        return self[name].high if name in self else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFigures(_Figures):
+class GpuFigures:
     """One GPU over the measured time."""
 
     index: int
@@ -137,6 +130,7 @@ class GpuFigures(_Figures):
     sm_clock_max_mhz: float | None
     in_use: bool
     throttled_pct: dict[str, float]
+    levels: Levels
 
     @property
     def activity_name(self) -> str:
@@ -145,12 +139,13 @@ class GpuFigures(_Figures):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostFigures(_Figures):
+class HostFigures:
     """The machine over the measured time, and the training on it."""
 
     cores: int | None
     cores_allowed: float | None
     memory_total_bytes: int | None
+    levels: Levels
 
 
 class FigureBuilder:
@@ -193,7 +188,7 @@ class FigureBuilder:
             cores=self._cores,
             cores_allowed=self._cores_allowed,
             memory_total_bytes=self._memory_total_bytes,
-            levels=_over_time(self._levels),
+            levels=_levels(self._levels),
         )
 
 
@@ -205,21 +200,22 @@ class _GpuBuilder:
         self._has_gpm = False
         self._activity = _Activity()
         self._work = Sketch()  # without SM active
-        self._energy = _Energy(first)
+        # A counter that is there from the first sample on was read when the measuring began.
+        self._counter_j = first.energy_j
+        self._counted_j = 0.0
+        self._since_j: float | None = None  # power times time since the counter was read
         self._throttled_s: dict[str, float] = {}
         self._in_use = False
 
     def add(self, gpu: GpuSample, seconds: float, training: set[int]) -> None:
         if gpu.sm_active_pct is not None and not self._has_gpm:  # GPU-Util stood in for it so far
-            self._has_gpm, self._activity = True, _Activity(min(self._seconds, LONGEST_CARRY_S))
+            self._has_gpm, self._activity = True, _Activity(self._seconds)
         now_pct = gpu.sm_active_pct if self._has_gpm else gpu.gpu_util_pct
-        if now_pct is not None:
-            self._activity.add(gpu.pulses or (now_pct,), seconds)
-        else:
-            self._activity.add((), seconds)
+        pulses = gpu.pulses or (now_pct,)
+        self._activity.add(pulses if now_pct is not None else (), seconds)
         self._last = gpu
         self._seconds += seconds
-        self._energy.add(gpu, seconds)
+        self._add_energy(gpu, seconds)
         for name, sketch in self._levels.items():
             _count(sketch, getattr(gpu, name), seconds)
         _count(self._work, work_pct(gpu), seconds)
@@ -227,11 +223,21 @@ class _GpuBuilder:
             self._throttled_s[reason] = self._throttled_s.get(reason, 0.0) + seconds
         self._in_use = self._in_use or any(process.pid in training for process in gpu.processes or ())
 
+    def _add_energy(self, gpu: GpuSample, seconds: float) -> None:
+        """By the GPU's counter, which is read seldom, and by power times time since then."""
+        if gpu.power_w is not None:
+            self._since_j = (self._since_j or 0.0) + gpu.power_w * seconds
+        if gpu.energy_j is None or gpu.energy_j == self._counter_j:
+            return
+        used_j = self._since_j or 0.0
+        if self._counter_j is not None and gpu.energy_j > self._counter_j:  # else it has started again
+            used_j = gpu.energy_j - self._counter_j
+        self._counted_j += used_j
+        self._since_j, self._counter_j = 0.0, gpu.energy_j
+
     def figures(self) -> GpuFigures:
-        last, seen, work = self._last, self._activity, self._work.mean
+        last, seen = self._last, self._activity
         activity = Stats.of(seen.sketch)
-        if self._has_gpm:
-            work = seen.sketch.mean
         return GpuFigures(
             index=last.index,
             uuid=last.uuid,
@@ -241,35 +247,35 @@ class _GpuBuilder:
             fluctuation_pct=getattr(activity, "deviation", None),
             idle_pct=share_pct(seen.idle_s, seen.seconds),
             longest_idle_s=seen.longest_idle_s,
-            work_pct=work,
-            energy_j=self._energy.used_j(),
+            work_pct=seen.sketch.mean if self._has_gpm else self._work.mean,
+            energy_j=self._counted_j + self._since_j if self._since_j is not None else None,
             memory_total_bytes=last.memory_total_bytes,
             power_limit_w=last.power_limit_w,
             sm_clock_max_mhz=last.sm_clock_max_mhz,
             in_use=self._in_use,
             throttled_pct={reason: 100 * s / self._seconds for reason, s in sorted(self._throttled_s.items())},
-            levels=_over_time(self._levels),
+            levels=_levels(self._levels),
         )
 
 
 class _Activity:
     """The pulses of a GPU: how they spread, and for how long at a stretch they were idle."""
 
-    def __init__(self, carry_s: float = 0.0) -> None:
+    def __init__(self, waited_s: float = 0.0) -> None:
         self.sketch = Sketch()
         self.seconds = 0.0
         self.idle_s = 0.0
         self.longest_idle_s = 0.0
         self._stretch_s = 0.0
-        self._carry_s = carry_s
+        self._waited_s = waited_s  # without a pulse
 
-    def add(self, pulses: Sequence[float], seconds: float) -> None:
+    def add(self, pulses: Sequence[float | None], seconds: float) -> None:
         if not pulses:
-            self._carry_s = min(self._carry_s + seconds, LONGEST_CARRY_S)
+            self._waited_s += seconds
             return
-        each_s = (seconds + self._carry_s) / len(pulses)
-        self._carry_s = 0.0
-        for pulse in pulses:
+        each_s = (seconds + min(self._waited_s, LONGEST_PULSE_S)) / len(pulses)
+        self._waited_s = 0.0
+        for pulse in _known(pulses):
             _count(self.sketch, pulse, each_s)
             self.seconds += each_s
             self._stretch_s += each_s
@@ -280,39 +286,16 @@ class _Activity:
             self.longest_idle_s = max(self.longest_idle_s, self._stretch_s)
 
 
-class _Energy:
-    """Energy used: by the GPU's counter, which is read seldom, and by power times time since then."""
-
-    def __init__(self, first: GpuSample) -> None:
-        # A counter that is there from the first sample on was read when the measuring began.
-        self._counter_j = first.energy_j
-        self._counted_j = 0.0
-        self._since_j: float | None = None
-
-    def add(self, gpu: GpuSample, seconds: float) -> None:
-        if gpu.power_w is not None:
-            self._since_j = (self._since_j or 0.0) + gpu.power_w * seconds
-        if gpu.energy_j is None or gpu.energy_j == self._counter_j:
-            return
-        used_j = self._since_j or 0.0
-        if self._counter_j is not None and gpu.energy_j > self._counter_j:
-            used_j = gpu.energy_j - self._counter_j
-        self._counted_j += used_j  # a counter that has started again says nothing
-        self._since_j, self._counter_j = 0.0, gpu.energy_j
-
-    def used_j(self) -> float | None:
-        return self._counted_j + self._since_j if self._since_j is not None else None
-
-
 def _followed(readings: Iterable[Reading]) -> dict[str, Sketch]:
+    """A sketch for each reading that is followed over time."""
     return {reading.name: Sketch() for reading in shown_in("over time", readings)}
+
+
+def _levels(sketches: dict[str, Sketch]) -> Levels:
+    return Levels((name, stats) for name, sketch in sketches.items() if (stats := Stats.of(sketch)) is not None)
 
 
 def _count(sketch: Sketch, value: float | None, seconds: float) -> None:
     """A value counts for its milliseconds."""
     if value is not None:
         sketch.add(float(value), max(1, round(1000 * seconds)))
-
-
-def _over_time(sketches: dict[str, Sketch]) -> dict[str, Stats]:
-    return {name: stats for name, sketch in sketches.items() if (stats := Stats.of(sketch)) is not None}

@@ -1,4 +1,4 @@
-"""Figures → the summary: a verdict with its reason in numbers, and targets met or missed.
+"""Figures → the summary: a verdict with its reason in numbers, and targets met or missed; and samples as text.
 
 Questions are asked in the order of WORDS, and the first that is answered yes is the verdict: first what is about to
 break, then what the numbers hide, then why a GPU is low, then how it is low.
@@ -6,19 +6,37 @@ break, then what the numbers hide, then why a GPU is low, then how it is low.
 
 from __future__ import annotations
 
+import csv
 import math
+import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from flatout.model.readings import HARMFUL_THROTTLES, MEMORY_FULL_PCT
+from flatout.model.formatting import (
+    GPU_READINGS,
+    HARMFUL_THROTTLES,
+    HOST_READINGS,
+    MEMORY_FULL_PCT,
+    Reading,
+    count_of,
+    duration,
+    in_unit,
+    shown_in,
+)
 from flatout.model.records import to_json
-from flatout.top.figures import FigureBuilder, GpuFigures, HostFigures, Stats
+from flatout.top.figures import FigureBuilder, GpuFigures, HostFigures, Stats, host_readings, work_pct
+from flatout.trace import GpuSample, Sample
 
 WORDS = (
     "near out of memory", "throttled", "idle", "busy but wasteful", "CPU-bound", "disk-bound", "fluctuating", "starved",
     "healthy", "not enough samples", "no GPU",
 )  # fmt: skip
+WIDTH = 80
+MARKS = {True: "✓", False: "✗", None: "–"}
+HOST_COLUMNS = ("time_unix_s", "interval_s", *(reading.name for reading in shown_in("csv", HOST_READINGS)))
+GPU_COLUMNS = tuple(reading.name for reading in shown_in("csv", GPU_READINGS))
 STYLES = {"good": "bold green", "bad": "bold yellow", "none": "bold"}  # by the tone of a verdict
 
 ENOUGH_SAMPLES = 3
@@ -179,7 +197,7 @@ def _ask_gpu(gpu: GpuFigures, host: HostFigures, samples: int) -> _Answers:
         yield "idle", f"{average}: nothing used the GPU"
     yield from _wasteful(gpu, activity)
     for word, name, limit, words in HOST_LIMITS:
-        pct_seen = host.mean(name)
+        pct_seen = host.levels.mean(name)
         if is_low and pct_seen is not None and pct_seen >= limit:
             yield word, f"{words.format(pct_seen)} while {average}"
     if activity.p95 >= SWING_P95_PCT and activity.p5 < SWING_P5_PCT:
@@ -198,13 +216,14 @@ def _too_few(samples: int) -> tuple[str, str]:
 
 
 def _memory_full(owner: str, figures: GpuFigures | HostFigures) -> _Answers:
-    used_pct = figures.peak("memory_pct")
+    used_pct = figures.levels.peak("memory_pct")
     if used_pct is not None and used_pct > MEMORY_FULL_PCT:
         yield "near out of memory", f"the {owner}'s memory was {used_pct:.1f}% full at its peak"
 
 
 def _wasteful(gpu: GpuFigures, activity: Stats) -> _Answers:
-    util_pct, power_pct, clock = gpu.mean("gpu_util_pct"), gpu.mean("power_share_pct"), gpu.mean("sm_clock_mhz")
+    names = ("gpu_util_pct", "power_share_pct", "sm_clock_mhz")
+    util_pct, power_pct, clock = map(gpu.levels.mean, names)
     waste = ""
     if gpu.has_gpm and activity.mean < WASTEFUL_SM_PCT:
         waste = f"SM active is {activity.mean:.0f}%"
@@ -219,7 +238,7 @@ def _wasteful(gpu: GpuFigures, activity: Stats) -> _Answers:
 
 def _beside(host: HostFigures) -> str:
     """How full the host is."""
-    known = [words.format(pct) for words, name in BESIDE if (pct := host.mean(name)) is not None]
+    known = [words.format(pct) for words, name in BESIDE if (pct := host.levels.mean(name)) is not None]
     return f" ({', '.join(known)})" if known else ""
 
 
@@ -235,37 +254,260 @@ class _Target(NamedTuple):
     unit: str
     at_least: float
     at_most: float
-    read: Callable[[Any], float | None]
+    value: Callable[[Any], float | None]
 
-    def check(self, figures: GpuFigures | HostFigures) -> TargetResult:
-        value, met, margin, what = self.read(figures), None, None, self.what
-        if value is not None:
-            margin = min(value - self.at_least, self.at_most - value)
-            met = margin >= 0
-        if self.name == "sm" and not getattr(figures, "has_gpm", True):
-            what += " (stand-in: power share)"
-        gpu = getattr(figures, "index", None)
-        return TargetResult(
-            name=self.name, gpu=gpu, what=what, wish=self.wish, unit=self.unit, value=value, met=met, margin=margin
-        )
+
+def _mean(name: str) -> Callable[[Any], float | None]:
+    return lambda figures: figures.levels.mean(name)
+
+
+def _peak(name: str) -> Callable[[Any], float | None]:
+    return lambda figures: figures.levels.peak(name)
 
 
 _ANY = math.inf
 _GPU_TARGETS = (
     _Target("sm", "SM active, mean", "at least 80%", "%", 80, _ANY, lambda gpu: gpu.work_pct),
-    _Target("util", "GPU-Util, mean", "at least 85%", "%", 85, _ANY, lambda gpu: gpu.mean("gpu_util_pct")),
+    _Target("util", "GPU-Util, mean", "at least 85%", "%", 85, _ANY, _mean("gpu_util_pct")),
     _Target("fluctuation", "fluctuation", "at most 10 points", " points", -_ANY, 10, lambda gpu: gpu.fluctuation_pct),
-    _Target("memory", "GPU memory, peak", "70 to 90%", "%", 70, 90, lambda gpu: gpu.peak("memory_pct")),
-    _Target("power", "power share, mean", "at least 80%", "%", 80, _ANY, lambda gpu: gpu.mean("power_share_pct")),
-    _Target(
-        "temperature", "temperature, peak", "at most 85 °C", " °C", -_ANY, 85, lambda gpu: gpu.peak("temperature_c")
-    ),
+    _Target("memory", "GPU memory, peak", "70 to 90%", "%", 70, 90, _peak("memory_pct")),
+    _Target("power", "power share, mean", "at least 80%", "%", 80, _ANY, _mean("power_share_pct")),
+    _Target("temperature", "temperature, peak", "at most 85 °C", " °C", -_ANY, 85, _peak("temperature_c")),
 )
-_CPU_TARGET = _Target("cpu", "CPU, mean", "at most 90%", "%", -_ANY, 90, lambda host: host.mean("cpu_pct"))
+_CPU_TARGET = _Target("cpu", "CPU, mean", "at most 90%", "%", -_ANY, 90, _mean("cpu_pct"))
 
 
 def _check_targets(gpus: Sequence[GpuFigures], host: HostFigures) -> Iterator[TargetResult]:
     """Each target against each GPU, and the last against the host."""
     for target in _GPU_TARGETS:
-        yield from map(target.check, gpus)
-    yield _CPU_TARGET.check(host)
+        for gpu in gpus:
+            stand_in = target.name == "sm" and not gpu.has_gpm
+            yield _check(target, gpu, gpu.index, " (stand-in: power share)" if stand_in else "")
+    yield _check(_CPU_TARGET, host, None)
+
+
+def _check(target: _Target, figures: GpuFigures | HostFigures, gpu: int | None, remark: str = "") -> TargetResult:
+    value, met, margin = target.value(figures), None, None
+    if value is not None:
+        margin = min(value - target.at_least, target.at_most - value)
+        met = margin >= 0
+    return TargetResult(
+        name=target.name,
+        gpu=gpu,
+        what=target.what + remark,
+        wish=target.wish,
+        unit=target.unit,
+        value=value,
+        met=met,
+        margin=margin,
+    )
+
+
+# In text. Lines are plain; color is added by `style_of` alone, so that a pipe, a log and NO_COLOR get the same words.
+
+
+def percent(value: float | None) -> str:
+    """A share: 71%."""
+    return "–" if value is None else f"{value:.0f}%"
+
+
+def amount(value: float | None, unit: str, most: float | None = None) -> str:
+    """A value in its unit, and the most it can be: 350 W, 70.0/140.0 GiB."""
+    if value is None:
+        return "–"
+    of = f"/{in_unit(most, unit)}" if most else ""
+    return f"{in_unit(value, unit)}{of} {unit}"
+
+
+def size(value: float | None, per: str = "") -> str:
+    """Bytes as a person writes them: 712 MiB, 12.3 GiB; with `per`, a rate: 3.0 MiB/s."""
+    if value is None:
+        return "–"
+    for unit, unit_bytes in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= unit_bytes:
+            digits = int(value < 100 * unit_bytes)
+            return f"{value / unit_bytes:.{digits}f} {unit}{per}"
+    return f"{value:.0f} B{per}"
+
+
+# One sample
+
+
+def line_of(sample: Sample, time_unix_s: float, cores_allowed: float | None = None) -> str:
+    """One sample on one line."""
+    clock = time.strftime("%H:%M:%S", time.localtime(time_unix_s))
+    return " | ".join((clock, *reading_lines(sample, cores_allowed)))
+
+
+def reading_lines(sample: Sample, cores_allowed: float | None = None) -> Iterator[str]:
+    """One sample: a line a GPU, one for the host, one for the training."""
+    host, read = sample.host, host_readings(sample, cores_allowed)
+    yield from map(_gpu_line, sample.gpus)
+    parts = [f"CPU {percent(read['cpu_pct'])}"]
+    for name, pct in (("iowait", host.iowait_pct), ("memory", read["memory_pct"])):
+        if pct is not None:
+            parts.append(f"{name} {percent(pct)}")
+    if host.disks:
+        parts.append(f"disk read {size(read['disk_read_bytes_s'], '/s')}")
+    yield " ".join(parts)
+    training = []
+    if any(process.role == "trainer" for process in sample.processes):
+        training.append(f"trainer {percent(read['trainer_cpu_pct'])} of a core")
+    if read["workers"]:
+        training.append(f"{count_of(read['workers'], 'worker')} {percent(read['worker_cpu_pct'])} each")
+    if training:
+        yield ", ".join(training)
+
+
+def _gpu_line(gpu: GpuSample) -> str:
+    work = percent(work_pct(gpu))
+    parts = [f"SM {work}", f"util {percent(gpu.gpu_util_pct)}"]
+    if gpu.sm_active_pct is None:
+        parts[0] = f"power share {work} (for SM)"
+    if gpu.tensor_active_pct is not None:
+        parts.append(f"tensor {percent(gpu.tensor_active_pct)}")
+    if gpu.memory_pct is not None:
+        parts.append(amount(gpu.memory_used_bytes, "GiB", gpu.memory_total_bytes))
+    levels = ((gpu.power_w, "W"), (gpu.temperature_c, "°C"), (gpu.sm_clock_mhz, "MHz"))
+    parts += [amount(value, unit) for value, unit in levels if value is not None]
+    return f"GPU {gpu.index} {' '.join(parts)}"
+
+
+class CsvTable:
+    """Writes samples as rows. Its columns are settled by the GPUs of the first sample."""
+
+    def __init__(self, file: IO[str], *, cores_allowed: float | None) -> None:
+        self._file = file
+        self._writer = csv.writer(file, lineterminator="\n")
+        self._cores_allowed = cores_allowed
+        self._gpus: tuple[int, ...] | None = None
+
+    def write(self, sample: Sample, time_unix_s: float) -> None:
+        """One row, flushed, so that a reader at the other end sees it now."""
+        if self._gpus is None:
+            self._gpus = tuple(gpu.index for gpu in sample.gpus)
+            names = (f"gpu{index}_{name}" for index in self._gpus for name in GPU_COLUMNS)
+            self._writer.writerow((*HOST_COLUMNS, *names))
+        readings = host_readings(sample, self._cores_allowed)
+        readings |= {"time_unix_s": time_unix_s, "interval_s": sample.interval_s, "workers": readings["workers"] or 0}
+        row = [readings[name] for name in HOST_COLUMNS]
+        cells = {gpu.index: _cells(gpu) for gpu in sample.gpus}
+        for index in self._gpus:
+            row += cells.get(index, [None] * len(GPU_COLUMNS))
+        self._writer.writerow(round(cell, 3) if isinstance(cell, float) else cell for cell in row)
+        self._file.flush()
+
+
+def _cells(gpu: GpuSample) -> list[Any]:
+    pulses = {"pulse_low_pct": min(gpu.pulses, default=None), "pulse_high_pct": max(gpu.pulses, default=None)}
+    cells = [pulses[name] if name in pulses else getattr(gpu, name) for name in GPU_COLUMNS]
+    return ["; ".join(cell) if isinstance(cell, tuple) else cell for cell in cells]
+
+
+# The summary, in lines
+
+
+def summary_lines(summary: TopSummary) -> Iterator[str]:
+    """The summary, 80 columns wide."""
+    length = duration(1e3 * summary.seconds)
+    yield f"flatout top · {summary.hostname} · {length} · {count_of(summary.samples, 'sample')}"
+    yield ""
+    yield from textwrap.wrap(f"Verdict: {summary.verdict.word} – {summary.verdict.reason}", WIDTH)
+    yield ""
+    if len(summary.gpus) == 1:
+        yield from (*_gpu_table(summary.gpus[0].figures), "")
+    elif summary.gpus:
+        yield from (*_gpus_table(summary.gpus), "")
+    yield from _host_table(summary.host)
+    yield ""
+    yield "Targets"
+    for name in dict.fromkeys(result.name for result in summary.targets):
+        yield _target_line([result for result in summary.targets if result.name == name])
+    for note in summary.notes:
+        yield ""
+        yield from textwrap.wrap(f"Note: {note}.", WIDTH)
+
+
+def style_of(line: str) -> str:
+    """The style of a line of the summary, in rich's words; empty for most."""
+    if line.startswith("Verdict: "):
+        return STYLES[tone(line.removeprefix("Verdict: ").partition(" – ")[0])]
+    return {"  ✓": "green", "  ✗": "red"}.get(line[:3], "")
+
+
+def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
+    yield _header(f"GPU {gpu.index} · {gpu.name}")
+    yield _row(gpu.activity_name, "%", gpu.activity)
+    if not gpu.has_gpm:
+        yield _row("power share, as there is no SM active", "%", gpu.levels.get("power_share_pct"))
+    others = (reading for reading in shown_in("summary", GPU_READINGS) if reading.label != gpu.activity_name)
+    yield from _rows(others, gpu)
+    if gpu.activity is not None:
+        idle = f"idle {gpu.idle_pct:.0f}% of the time, longest {gpu.longest_idle_s:.1f} s"
+        line = f"  fluctuation {gpu.activity.deviation:.1f} points, {idle}"
+        if gpu.energy_j is not None:
+            line += f", energy {gpu.energy_j / 3600:.2f} Wh"
+        yield line
+    for reason, pct in gpu.throttled_pct.items():
+        if reason != "idle":
+            yield f"  clocks held back by {reason}: {pct:.0f}% of the time"
+
+
+def _gpus_table(gpus: Sequence[GpuSummary]) -> Iterator[str]:
+    """Several GPUs, a row each; every figure of each is in the JSON."""
+    yield "GPU active   sd util idle   mem   power   heat  verdict"
+    for one in gpus:
+        gpu, levels = one.figures, one.figures.levels
+        deviation = amount(gpu.fluctuation_pct, "").strip()
+        line = f"{gpu.index:>3}{percent(getattr(gpu.activity, 'mean', None)):>7}{deviation:>5}"
+        line += f"{percent(levels.mean('gpu_util_pct')):>5}{percent(gpu.idle_pct):>5}"
+        line += f"{percent(levels.peak('memory_pct')):>6}{amount(levels.mean('power_w'), 'W'):>8}"
+        line += f"{amount(levels.peak('temperature_c'), '°C'):>7}"
+        yield f"{line}  {one.verdict.word}"
+    names = {one.figures.activity_name for one in gpus}
+    yield f"  active: {' or '.join(sorted(names))}, mean; mem and heat: peak"
+
+
+def _host_table(host: HostFigures) -> Iterator[str]:
+    cores, workers, title = host.cores_allowed or host.cores, host.levels.get("workers"), "Host"
+    if cores:
+        title += f" · {cores:g} cores"
+    if workers:
+        title += f" · {count_of(round(workers.p50), 'worker')}"
+    yield _header(title)
+    yield from _rows(shown_in("summary", HOST_READINGS), host)
+
+
+def _header(title: str) -> str:
+    return f"{title:<36}{'mean':>8}{'sd':>8}{'p5':>8}{'p50':>8}{'p95':>8}"
+
+
+def _rows(readings: Iterable[Reading], figures: GpuFigures | HostFigures) -> Iterator[str]:
+    for reading in readings:
+        unit, most = reading.unit, getattr(figures, reading.limit or "_", None)
+        if most and unit == "%":
+            unit += f" of {amount(most, 'GiB')}"
+        elif most:
+            unit += f" of {in_unit(most, unit)}"
+        if reading.name in figures.levels:
+            yield _row(reading.label, unit, figures.levels[reading.name])
+
+
+def _row(label: str, unit: str, stats: Stats | None) -> str:
+    cells = ["–"]
+    if stats is not None:
+        values = (stats.mean, stats.deviation, stats.p5, stats.p50, stats.p95)
+        cells = [in_unit(value, unit.partition(" ")[0]) for value in values]
+    return f"  {f'{label}, {unit}':<34}" + "".join(cell.rjust(8) for cell in cells)
+
+
+def _target_line(results: Sequence[TargetResult]) -> str:
+    """One target; of several GPUs the one that is furthest from it: missed before unknown before met."""
+    order = {False: 0, None: 1, True: 2}
+    worst = min(results, key=lambda result: (order[result.met], result.margin or 0.0))
+    measured = "not measured"
+    if worst.value is not None:
+        measured = f"{worst.value:.0f}{worst.unit}"
+    if len(results) > 1:
+        measured += f" (GPU {worst.gpu})"
+    return f"  {MARKS[worst.met]} {worst.what:<40}{worst.wish:<19}{measured:>17}".rstrip()

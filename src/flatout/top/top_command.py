@@ -29,8 +29,7 @@ from flatout.sample import budget
 from flatout.sample.hardware import Sampler
 from flatout.top.figures import FigureBuilder
 from flatout.top.sample_source import SampleSource, Stop, live, replay
-from flatout.top.summary import TopSummary, sum_up
-from flatout.top.text import CsvTable, line_of, reading_lines, style_of, summary_lines
+from flatout.top.summary import CsvTable, TopSummary, line_of, reading_lines, style_of, sum_up, summary_lines
 from flatout.trace import Note, Sample, TraceWriter
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flatout.model.facts import Facts
 from flatout.model.records import (
     SCHEMA,
     DiskSample,
     End,
+    Facts,
     FactsRecord,
     GpuProcess,
     GpuSample,
@@ -37,7 +37,7 @@ from flatout.model.records import (
     WorkerReport,
     Xray,
 )
-from flatout.model.sketch import Sketch
+from flatout.model.stats import Sketch
 from flatout.trace.writer import TraceWriter, note_end
 
 if TYPE_CHECKING:

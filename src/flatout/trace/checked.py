@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar, Union
 
-from flatout.model.facts import (
+from flatout.model.records import (
     AppliedChange,
     Facts,
     GradientExchange,
@@ -24,7 +24,7 @@ from flatout.model.facts import (
     ProcessGroup,
     SettingsRead,
 )
-from flatout.model.sketch import Sketch
+from flatout.model.stats import Sketch
 
 R = TypeVar("R")
 Check = Callable[[Any], Any]  # returns the value for the record

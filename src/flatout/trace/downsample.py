@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
-from flatout.model.records import GpuSample, HostSample, Sample, Step, Window
-from flatout.model.sketch import Sketch
-from flatout.trace.light_steps import LightSteps
+from flatout.model.records import Sample, Span, Step, Window
+from flatout.model.stats import Sketch
 
 T = TypeVar("T")
 
@@ -35,6 +36,100 @@ RAW_SAMPLE_BYTES = 16_000_000
 BYTES_A_STRIDE = 3_000_000
 
 _NOT_AVERAGED = ("index", "pid", "energy_j")
+
+
+Fetch = tuple[int, float, float, int | None]  # loader, start, end, samples
+Event = Fetch | float | None  # a wait for a batch; the end of a step; a backward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightSteps:
+    """Training steps in a row, of which only the ends and the waits for batches were recorded, as a list of events.
+
+    The training thread only appends events; the writer's thread turns many of them into records at once. The first step
+    began at `start_s`.
+    """
+
+    first_index: int
+    start_s: float
+    events: list[Event]
+    waiting: str  # the span name of a wait for a batch
+    computing: str  # the span name of all other time
+
+    @cached_property
+    def ends_s(self) -> list[float]:
+        return [event for event in self.events if type(event) is float]
+
+    @cached_property
+    def walls_ms(self) -> list[float]:
+        ends = self.ends_s
+        return [(end - start) * 1e3 for start, end in zip([self.start_s, *ends], ends, strict=False)]
+
+    @cached_property
+    def waits_ms(self) -> list[float]:
+        """Milliseconds each step waited for batches, at most its own length."""
+        waits, waited = [], 0.0
+        for event in self.events:
+            if type(event) is tuple:
+                waited += event[2] - event[1]
+            elif event is not None:
+                waits.append(waited * 1e3)
+                waited = 0.0
+        return [min(wait, wall) for wait, wall in zip(waits, self.walls_ms, strict=True)]
+
+    @cached_property
+    def samples(self) -> int:
+        return sum(event[3] or 0 for event in self.events if type(event) is tuple)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The place in `events` where each step begins, and where the last one ends."""
+        return [0, *(place for place, event in enumerate(self.events, 1) if type(event) is float)]
+
+    def last(self, count: int) -> list[Step]:
+        """The last `count` steps."""
+        return self.part(max(0, len(self.ends_s) - count), len(self.ends_s))
+
+    def part(self, first: int, end: int) -> list[Step]:
+        """The steps from place `first` up to place `end`."""
+        selected = dataclasses.replace(
+            self,
+            first_index=self.first_index + first,
+            start_s=[self.start_s, *self.ends_s][first],
+            events=self.events[self._starts[first] : self._starts[end]],
+        )
+        return list(selected.steps())
+
+    def steps(self) -> Iterator[Step]:
+        """One by one, as full records."""
+        index, start_s = self.first_index, self.start_s
+        cut_s, spans, samples, passes = start_s, [], 0, 0
+
+        def until(end_s: float, name: str) -> None:
+            nonlocal cut_s
+            if end_s > cut_s:
+                spans.append(Span(name=name, start_ms=(cut_s - start_s) * 1e3, host_ms=(end_s - cut_s) * 1e3))
+                cut_s = end_s
+
+        for event in self.events:
+            if event is None:
+                passes += 1
+            elif isinstance(event, tuple):
+                until(event[1], self.computing)
+                until(event[2], self.waiting)
+                samples += event[3] or 0
+            else:
+                until(event, self.computing)
+                yield Step(
+                    index=index,
+                    start_s=start_s,
+                    wall_ms=(cut_s - start_s) * 1e3,
+                    spans=tuple(spans),
+                    samples=samples or None,
+                    micro_steps=max(1, passes),
+                )
+                index, start_s = index + 1, cut_s
+                spans, samples, passes = [], 0, 0
 
 
 class StepDownsampler:
@@ -290,56 +385,49 @@ def mean_of(samples: list[Sample]) -> Sample:
     last = samples[-1]
     if len(samples) == 1:
         return last
-    gpus = [(gpu, s.interval_s) for s in samples for gpu in s.gpus]
-    processes = [(process, s.interval_s) for s in samples for process in s.processes]
-    return Sample(
-        time_s=last.time_s,
-        interval_s=sum(s.interval_s for s in samples),
-        host=_mean_host([(s.host, s.interval_s) for s in samples]),
-        gpus=tuple(_mean_gpu([g for g in gpus if g[0].uuid == gpu.uuid], len(samples)) for gpu in last.gpus),
-        processes=tuple(_mean([p for p in processes if p[0].pid == process.pid]) for process in last.processes),
+    mean = _mean([(sample, sample.interval_s) for sample in samples])
+    gpus = tuple(dataclasses.replace(gpu, pulses=gpu.pulses[:: len(samples)]) for gpu in mean.gpus)
+    return dataclasses.replace(
+        mean, time_s=last.time_s, interval_s=sum(sample.interval_s for sample in samples), gpus=gpus
     )
 
 
-def _mean_gpu(weighted: list[tuple[GpuSample, float]], samples: int) -> GpuSample:
-    pulses = tuple(pulse for gpu, _ in weighted for pulse in gpu.pulses)
-    return dataclasses.replace(_mean(weighted), pulses=pulses[::samples])
-
-
-def _mean_host(weighted: list[tuple[HostSample, float]]) -> HostSample:
-    """Cores and disks are averaged one by one."""
-    last = weighted[-1][0]
-    cores = [(host.cores_pct, length) for host, length in weighted if host.cores_pct is not None]
-    disks = [(disk, length) for host, length in weighted for disk in host.disks or ()]
-    changes: dict[str, Any] = {}
-    if last.cores_pct is not None:
-        changes["cores_pct"] = tuple(
-            _over_time([(core[i], length) for core, length in cores if i < len(core)])
-            for i in range(len(last.cores_pct))
-        )
-    if last.disks is not None:
-        changes["disks"] = tuple(_mean([d for d in disks if d[0].name == disk.name]) for disk in last.disks)
-    return dataclasses.replace(_mean(weighted), **changes)
-
-
 def _mean(weighted: list[tuple[T, float]]) -> T:
-    """The mean of every field that is a number; other fields from the last record."""
+    """The mean of every field of some records, each with the time it covers."""
     last: Any = weighted[-1][0]
     means: dict[str, Any] = {}
     for field in dataclasses.fields(last):
         values = [(getattr(record, field.name), length) for record, length in weighted]
-        numbers = [(value, length) for value, length in values if isinstance(value, int | float)]
-        if numbers and field.name not in _NOT_AVERAGED:
-            means[field.name] = _over_time(numbers)
-            if all(isinstance(value, int) for value, _ in numbers):
-                means[field.name] = round(means[field.name])
+        known = [(value, length) for value, length in values if value is not None]
+        if field.name == "pulses":
+            means[field.name] = tuple(pulse for pulses, _ in known for pulse in pulses)
+        elif known and field.name not in _NOT_AVERAGED:
+            means[field.name] = _mean_value(known)
     result: T = dataclasses.replace(last, **means)
     return result
 
 
-def _over_time(weighted: list[tuple[float, float]]) -> float:
-    """The mean over time. The very first sample covers no time, so it counts only where it is alone."""
-    total_s = sum(length for _, length in weighted)
-    if total_s <= 0:
-        return sum(value for value, _ in weighted) / len(weighted)
-    return sum(value * length for value, length in weighted) / total_s
+def _mean_value(weighted: list[tuple[Any, float]]) -> Any:
+    """The mean of numbers, of records, or of items of the same kind, one by one; of all else the last."""
+    last = weighted[-1][0]
+    if isinstance(last, int | float):
+        total_s = sum(length for _, length in weighted)
+        if total_s <= 0:  # the very first sample covers no time, so it counts only where it is alone
+            mean = sum(value for value, _ in weighted) / len(weighted)
+        else:
+            mean = sum(value * length for value, length in weighted) / total_s
+        return round(mean) if all(isinstance(value, int) for value, _ in weighted) else mean
+    if dataclasses.is_dataclass(last):
+        return _mean(weighted)
+    if not isinstance(last, tuple):
+        return last
+    by_name: dict[Any, list[tuple[Any, float]]] = {}
+    for items, length in weighted:
+        for place, item in enumerate(items):
+            by_name.setdefault(_name_of(item, place), []).append((item, length))
+    return tuple(_mean_value(by_name[_name_of(item, place)]) for place, item in enumerate(last))
+
+
+def _name_of(item: Any, place: int) -> Any:
+    """What tells a GPU, a process, a disk or a core from the others."""
+    return getattr(item, "uuid", None) or getattr(item, "pid", None) or getattr(item, "name", place)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from flatout.model.errors import TraceError
-from flatout.model.facts import Facts
 from flatout.model.formatting import printable
 from flatout.model.records import (
     KINDS,
     SCHEMA,
     End,
+    Facts,
     FactsRecord,
     Note,
     Record,

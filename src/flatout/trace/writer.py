@@ -19,10 +19,9 @@ from pathlib import Path
 from flatout.files import open_clear, write_whole
 from flatout.model.errors import UsageError
 from flatout.model.records import End, Note, Record, RunInfo, Sample, Step, Summary, Window, encode
-from flatout.model.sketch import Sketch
+from flatout.model.stats import Sketch
 from flatout.redact import redact_command, redact_text
-from flatout.trace.downsample import SampleDownsampler, StepDownsampler, name_within
-from flatout.trace.light_steps import LightSteps
+from flatout.trace.downsample import LightSteps, SampleDownsampler, StepDownsampler, name_within
 
 MAX_BYTES = 64_000_000
 MAX_PENDING = 20_000

@@ -10,7 +10,7 @@ from observing import flatout_run, write
 
 from flatout import trace
 from flatout.diagnose.rules import diagnose
-from flatout.model.facts import WrittenAttention
+from flatout.model.records import WrittenAttention
 
 PADDED = """
     import torch

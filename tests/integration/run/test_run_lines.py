@@ -12,7 +12,7 @@ import pytest
 import torch
 from observing import flatout_run, observe, write
 
-from flatout.diagnose.hot_lines import COLLATE, SAMPLES, in_training, in_workers
+from flatout.diagnose.breakdown import COLLATE, SAMPLES, in_training, in_workers
 from flatout.inside.recording import process
 
 TRAIN = """

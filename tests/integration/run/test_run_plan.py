@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from observing import Run, flatout_run, write
 
-from flatout.model.facts import AppliedChange
 from flatout.model.plan import Change, Plan, Safety
+from flatout.model.records import AppliedChange
 
 TRAIN = """
     import argparse, random, torch

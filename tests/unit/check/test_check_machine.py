@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +13,12 @@ from rich.console import Console
 
 from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Training, visible_gpus
 from flatout.check.checks import check_disk
-from flatout.diagnose.gains import spare_cores
+from flatout.diagnose.rank_metrics import metrics_of
 from flatout.model.errors import UsageError
+from flatout.model.records import Facts
 from flatout.report.terminal import show_checklist
 from flatout.sample import budget
+from flatout.trace import RankTrace, RunInfo, Trace
 
 HEALTHY = SCRIPTS / "healthy.py"
 FOUR = tuple(make_gpu(index) for index in range(4))
@@ -46,8 +47,9 @@ def test_check_run_and_doctor_count_the_same_cores_for_loading(tmp_path: Path, a
     cpuinfo.parent.mkdir()
     cpuinfo.write_text("".join(f"processor\t: {number}\n" for number in range(allowed)))
     measured = budget.measure(tmp_path, {}, affinity=allowed)
-    traced: Any = SimpleNamespace(cores=float(allowed))
-    assert spare_cores(traced) == measured.cores
+    rank = RankTrace(info=RunInfo(name="train", host="node"), facts=Facts(cores_allowed=float(allowed)))
+    trace = Trace(ranks=(rank,), samples={})
+    assert metrics_of(trace)[0].spare_cores == measured.cores
     too_many = check_script(HEALTHY, "--num-workers", "1000", budget=measured)
     assert line_of(too_many, "workers").fix == f"--num-workers {measured.cores}"
 

@@ -11,7 +11,7 @@ import pytest
 from check_cases import check_script, line_of
 
 from flatout.model.errors import UsageError
-from flatout.model.notebook import python_lines
+from flatout.model.inputs import python_lines
 
 BUILD = """\
 %matplotlib inline

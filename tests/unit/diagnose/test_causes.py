@@ -9,7 +9,7 @@ import re
 from flatout.fix import offers
 from flatout.model.causes import CAUSES, CODES
 from flatout.model.changes import BY_NAME, CHANGES
-from flatout.report.findings import GUIDE
+from flatout.report.views import GUIDE
 
 
 def test_every_cause_has_an_entry_in_the_guide() -> None:

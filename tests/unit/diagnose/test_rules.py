@@ -9,15 +9,14 @@ from diagnose_cases import CORES, FACTS, HEALTHY, LOADER, hardware, steps, trace
 
 from flatout.diagnose.rank_metrics import metrics_of
 from flatout.diagnose.rules import diagnose
-from flatout.model.causes import CODES
-from flatout.model.facts import GradientExchange
-from flatout.model.finding import Finding
-from flatout.model.records import Frame, Stacks, StackTime
-from flatout.report.findings import gain
+from flatout.model.causes import CODES, Finding
+from flatout.model.records import Frame, GradientExchange, Stacks, StackTime
+from flatout.report.views import gain
 from flatout.trace import Facts, GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
 from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
 
+NO_GPU = {"facts": {"gpu": None}, "xray": None}
 STARVED = (("data", 60.0, 55.0, None), *HEALTHY[1:])
 
 
@@ -58,8 +57,9 @@ def test_loading_in_the_training_process() -> None:
     assert (found.code, found.change) == ("data.main-thread", "num_workers")
     # one process makes 1,000 samples/s; without waiting the GPU would eat 64 in 20 ms, 3,200/s: four, and one to spare
     assert found.value == 5
-    # each worker more brings half as much at least: 3,000 samples/s against the 800 there are
-    assert (found.gain_low, found.gain_high) == (pytest.approx(3.75, rel=0.01), pytest.approx(4.0, rel=0.05))
+    # the GPU stands idle in 55 of 80 ms
+    assert found.share == pytest.approx(0.69, abs=0.01)
+    assert 2.5 < found.gain_low < found.gain_high <= 1 / (1 - found.share) + 1e-9
 
 
 def test_without_a_gpu_feeding_gives_no_more_than_the_cores_have_left() -> None:
@@ -71,12 +71,13 @@ def test_without_a_gpu_feeding_gives_no_more_than_the_cores_have_left() -> None:
     assert (found.code, found.gain_low, found.gain_high) == ("data.main-thread", 1.0, pytest.approx(1.25))
 
 
-def test_a_measured_ceiling_is_the_most_that_feeding_can_give() -> None:
+@pytest.mark.parametrize(("ceiling_ms", "most"), [(16.0, 3.2), (40.0, 2.0)])
+def test_neither_the_ceiling_nor_the_share_of_the_wait_is_exceeded(ceiling_ms: float, most: float) -> None:
     made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7))
-    quick = [dataclasses.replace(step, kind="resident", wall_ms=16.0) for step in made.ranks[0].steps]
+    quick = [dataclasses.replace(step, kind="resident", wall_ms=ceiling_ms) for step in made.ranks[0].steps]
     rank = dataclasses.replace(made.ranks[0], steps=(*made.ranks[0].steps, *quick))
     found = first(dataclasses.replace(made, ranks=(rank,)))
-    assert (found.gain_high, found.derived) == (pytest.approx(80 / 16, rel=0.01), "measured ceiling")
+    assert (found.gain_high, found.derived) == (pytest.approx(most, rel=0.01), "measured ceiling")
 
 
 def test_the_elastic_loader_is_not_told_how_many_workers_to_have() -> None:
@@ -176,7 +177,7 @@ def test_a_sample_costs_the_time_that_it_is_on_a_core() -> None:
         workers=workers(16, sample_ms=20.0, busy=0.97, on_core=0.6, delay=0.2),
         samples=hardware(97.0),
     )
-    assert "a sample costs 12.0 ms of CPU" in first(made).title
+    assert "a sample costs 12 ms of CPU" in first(made).title
 
 
 def test_workers_without_cores_because_of_other_programs_are_not_cpu_bound() -> None:
@@ -185,13 +186,6 @@ def test_workers_without_cores_because_of_other_programs_are_not_cpu_bound() -> 
     sleeping = workers(16, sample_ms=1.3, busy=0.52, on_core=0.03, delay=0.57)
     made = trace(*STARVED, loader={"num_workers": 16, "elastic": True}, workers=sleeping, samples=hardware(97.0))
     assert "data.cpu-bound" not in codes(made)
-
-
-def test_workers_without_a_core_hear_late_of_the_next_batch_and_are_cpu_bound_too() -> None:
-    late = workers(16, sample_ms=5.0, busy=0.45, on_core=0.38, delay=0.6)
-    assert first(trace(*STARVED, loader={"num_workers": 16}, workers=late, samples=hardware(98.0))).code == (
-        "data.cpu-bound"
-    )
 
 
 def test_workers_whose_threads_outnumber_the_cores() -> None:
@@ -209,21 +203,6 @@ def test_workers_whose_threads_outnumber_the_cores() -> None:
     full = tuple(dataclasses.replace(s, processes=(seen,)) for s in hardware(97.0))
     found = diagnose(trace(*STARVED, workers=slow, samples=full, facts={"settings": read}))
     assert next(f for f in found if f.change == "setting:decode_threads").gain_low == 1.0
-
-
-def test_augmentation_that_the_script_could_do_on_the_gpu() -> None:
-    behind = workers(8, sample_ms=20.0, busy=0.9)
-    read = [{"source": "argparse", "values": {"jitter_on": "cpu"}}]
-    found = diagnose(trace(*STARVED, workers=behind, facts={"settings": read}))
-    assert ("data.cpu-bound", "setting:jitter_on", "gpu") in [(f.code, f.change, f.value) for f in found]
-    fed = diagnose(trace(facts={"settings": read}))
-    assert [f.code for f in fed] == ["compute.saturated"]
-
-
-def test_more_workers_than_cores_that_have_nothing_to_do_cost_memory() -> None:
-    healthy, found = diagnose(trace(loader={"num_workers": 40}, workers=workers(40, sample_ms=1.0, busy=0.08)))
-    assert healthy.code == "compute.saturated"
-    assert (found.code, found.value, found.gain_high) == ("data.too-many-workers", 14, 1.0)
 
 
 def test_workers_that_wait_for_storage() -> None:
@@ -299,20 +278,6 @@ def test_a_loader_built_for_every_epoch_should_be_built_once() -> None:
     assert found.advice.startswith("make the loader once, before the first epoch, with persistent_workers=True")
     two = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=new_loader, facts={"loaders_side_by_side": 2})
     assert [one.change for one in diagnose(two) if one.code == "data.worker-start"] == ["persistent_workers"]
-
-
-def test_starting_workers_every_epoch_is_estimated_from_the_first_start() -> None:
-    # GIVEN epochs of 156 steps of 20 ms, of which the first took half a second to start
-    made = trace(loader={"persistent_workers": False})
-    start = Span(name="loader start", start_ms=0.0, host_ms=500.0)
-    warmup = Step(index=0, start_s=99.0, wall_ms=520.0, spans=(start,), kind="warmup")
-    rank = dataclasses.replace(made.ranks[0], steps=(warmup, *made.ranks[0].steps))
-    found = first(dataclasses.replace(made, ranks=(rank,)))
-    assert (found.code, found.change) == ("data.worker-start", "persistent_workers")
-    assert found.share == pytest.approx(0.5 / (0.5 + 156 * 0.020), rel=0.01)
-    assert codes(dataclasses.replace(made, ranks=(dataclasses.replace(rank, steps=rank.steps[1:]),))) == [
-        "compute.saturated"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -577,7 +542,7 @@ def test_other_programs_on_the_cores(ours_pct: float, codes_expected: list[str])
     """GIVEN 16 cores that are all busy, and a trainer that waits for one; it matters whose work that is."""
     trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=ours_pct, run_delay_pct=30.0)
     busy = tuple(dataclasses.replace(s, processes=(trainer,)) for s in hardware(98.0))
-    found = diagnose(trace(samples=busy, loader={"num_workers": 0}))
+    found = diagnose(trace(samples=busy, loader={"num_workers": 0}, **NO_GPU))
     assert [f.code for f in found if f.code != "compute.saturated"] == codes_expected
 
 
@@ -592,8 +557,15 @@ def test_other_programs_count_on_the_cores_that_the_affinity_mask_allows(
         dataclasses.replace(s, processes=(trainer,), host=dataclasses.replace(s.host, cores_pct=cores_pct))
         for s in hardware(98.0)
     )
-    found = diagnose(trace(samples=busy, loader={"num_workers": 0}, facts={"core_numbers": [0, 1]}))
+    masked = {"gpu": None, "core_numbers": [0, 1]}
+    found = diagnose(trace(samples=busy, loader={"num_workers": 0}, facts=masked, xray=None))
     assert [f.code for f in found if f.code != "compute.saturated"] == codes_expected
+
+
+def test_a_busy_gpu_loses_nothing_to_other_programs_on_the_cores() -> None:
+    trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=100.0, run_delay_pct=30.0)
+    busy = tuple(dataclasses.replace(s, processes=(trainer,)) for s in hardware(98.0))
+    assert codes(trace(samples=busy, loader={"num_workers": 0})) == ["compute.saturated"]
 
 
 def test_cores_that_are_not_ours_do_not_hide_that_ours_are_busy() -> None:
@@ -624,14 +596,6 @@ def test_settings_without_effect(setting: str, value: object, fact: dict[str, ob
     read = [{"source": "yaml", "file": "config.yaml", "values": {"train": {setting: value}}}]
     found = [f for f in diagnose(trace(facts=fact | {"settings": read})) if f.code == "config.ignored"]
     assert [f.evidence["setting"] for f in found] == [setting]
-
-
-def test_tf32_is_worth_what_runs_outside_the_tensor_cores() -> None:
-    read = [{"source": "yaml", "file": "config.yaml", "values": {"tf32": True}}]
-    outside = {"xray": xray(tensor_core_ms=54.0)}  # 56 ms of 156
-    found = diagnose(trace(facts={"tf32_matmul": False, "settings": read}, **outside))[0]
-    assert (found.code, found.gain_low) == ("config.ignored", 1.0)
-    assert found.gain_high == pytest.approx(1 / (1 - 0.975 * 56 / 156 * 7 / 8), rel=0.01)
 
 
 @pytest.mark.parametrize("value", [False, "off", "none", "no", 0])

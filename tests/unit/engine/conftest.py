@@ -13,7 +13,7 @@ from engine_toy import CONFIG, Ready
 
 from flatout.engine.assemble import assemble
 from flatout.engine.config import load
-from flatout.engine.ranks import Ranks
+from flatout.engine.step import Ranks
 from flatout.engine.trainer import Trainer
 
 

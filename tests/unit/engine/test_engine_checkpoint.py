@@ -17,8 +17,8 @@ import pytest
 import torch
 from engine_toy import Ready
 
-from flatout.engine.checkpoint import Checkpoints, newest
 from flatout.engine.config import CheckpointConfig
+from flatout.engine.run_folder import Checkpoints, newest
 from flatout.model.errors import UsageError
 
 
@@ -214,15 +214,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     """GIVEN a slow disk, WHEN the weights change after `write`, THEN what is written is what they were."""
     import threading
 
-    from flatout.engine import checkpoint
+    from flatout.engine import run_folder
 
-    gate, save = threading.Event(), checkpoint._save
+    gate, save = threading.Event(), run_folder._save
 
     def slow(data: Any, path: Path) -> None:
         gate.wait(30)
         save(data, path)
 
-    monkeypatch.setattr(checkpoint, "_save", slow)
+    monkeypatch.setattr(run_folder, "_save", slow)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), print)
     weights = state(1)
     checkpoints.write(1, weights)

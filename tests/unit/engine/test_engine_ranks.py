@@ -21,10 +21,10 @@ from engine_toy import Ready
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.engine import ranks
+from flatout.engine import trainer as training
 from flatout.engine.config import TrainConfig
-from flatout.engine.ranks import Interrupts
 from flatout.engine.step import TrainStep, choose_precision
+from flatout.engine.trainer import Interrupts
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -144,7 +144,7 @@ def test_our_own_ranks_end_soon_when_one_of_them_dies(config: Path) -> None:
 @pytest.mark.parametrize("apart_s", [0.0, 5.0])
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch, apart_s: float) -> None:
     now = iter([100.0, 100.0 + apart_s])
-    monkeypatch.setattr(ranks.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(now))
     with Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)
         assert interrupts.asked == "SIGINT"

@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler
 
 from flatout import augment
-from flatout.engine import Trainer, checkpoint
+from flatout.engine import Trainer, run_folder
 from flatout.engine import assemble as assembling
 from flatout.engine.assemble import main
 from flatout.engine.config import LogConfig, load
-from flatout.engine.progress import Reporter
+from flatout.engine.run_folder import Reporter
 from flatout.engine.step import _compile
 from flatout.feed import DataLoader
 from flatout.feed.scheduler import BatchScheduler, Epoch
@@ -781,7 +781,7 @@ def test_such_steps_can_be_skipped_and_are_counted(ready: Ready, tmp_path: Path)
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], bool]], None]:
     """Checkpoints for which it is told to go to /dev/full, which refuses every byte, as a full disk does."""
-    write_whole_by = checkpoint.write_whole_by
+    write_whole_by = run_folder.write_whole_by
 
     def fill(full_for: Callable[[Path], bool]) -> None:
         def write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -791,7 +791,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], boo
             else:
                 write_whole_by(path, write)
 
-        monkeypatch.setattr(checkpoint, "write_whole_by", write)
+        monkeypatch.setattr(run_folder, "write_whole_by", write)
 
     return fill
 

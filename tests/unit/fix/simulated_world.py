@@ -18,8 +18,8 @@ from flatout.fix.runs import CEILING, ProofRun, ProofStep, Run
 from flatout.fix.speed import measure
 from flatout.launch import launcher
 from flatout.launch.protocol import Trial
-from flatout.model.facts import AppliedChange, SettingsRead
 from flatout.model.plan import Change
+from flatout.model.records import AppliedChange, SettingsRead
 from flatout.trace import (
     Facts,
     GpuSample,
@@ -224,13 +224,15 @@ class World:
         return Trace(ranks=(rank,), samples={"node": tuple(samples)})
 
     def _xray(self, m: Machine) -> Xray:
-        busy = 8 * m.compute_ms * m.busy
+        late = {"backward": 8 * m.compute_ms * m.late} if m.late else {}
+        late = self.xray.get("idle_by_phase_ms", late)
+        busy = min(8 * m.compute_ms * m.busy, 8 * m.compute_ms - sum(late.values()))
         known: dict[str, Any] = {
             "steps": 8,
             "wall_ms": 8 * (m.compute_ms + m.data_ms),
             "busy_ms": busy,
             "busy_by_phase_ms": {"forward": 0.4 * busy, "backward": 0.6 * busy},
-            "idle_by_phase_ms": {"backward": 8 * m.compute_ms * m.late} if m.late else {},
+            "idle_by_phase_ms": late,
             "kernels": 1600,
             "kernel_us": Sketch.of([90.0] * 100),
             "matrix_ms": 0.6 * busy,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from simulated_world import Machine, World, flag, with_loader
 
-from flatout.diagnose.find_knobs import knobs
+from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice
 from flatout.launch.protocol import Trial
 from flatout.model.errors import UsageError
-from flatout.model.facts import SettingsRead
 from flatout.model.plan import Change
+from flatout.model.records import SettingsRead
 from flatout.trace import Facts, ProcessSample, Sketch
 from flatout.trace.reader import read as read_trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.fix.speed import measure
-from flatout.model.facts import AppliedChange, Facts
+from flatout.model.records import AppliedChange, Facts
 from flatout.trace import RankTrace, RunInfo, Span, Step, Trace, Window
 from flatout.trace.downsample import StepDownsampler
 

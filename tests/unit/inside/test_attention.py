@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from flatout.inside.attention import AttentionWatch
 from flatout.inside.patches import Patches
-from flatout.model.facts import WrittenAttention
+from flatout.model.records import WrittenAttention
 
 SOFTMAX = torch.softmax, torch.Tensor.softmax, functional.softmax
 SQUARE = torch.zeros(2, 160, 160)

@@ -28,8 +28,8 @@ from flatout.inside.changes.device_prefetch import (
 )
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.patches import Patches, Stage, Subscriber
-from flatout.model.facts import AppliedChange
 from flatout.model.plan import Change
+from flatout.model.records import AppliedChange
 
 META = torch.device("meta")
 

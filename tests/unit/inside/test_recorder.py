@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flatout.inside.recorder import QUIET, Recorder
 from flatout.trace import Span, Step
-from flatout.trace.light_steps import LightSteps
+from flatout.trace.downsample import LightSteps
 
 TRAIN, VALIDATION, OTHER = 1, 2, 3
 OPTIMIZER = 7

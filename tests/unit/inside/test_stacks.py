@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from flatout.diagnose.hot_lines import HotFunction, hot_functions
+from flatout.diagnose.breakdown import HotFunction, hot_functions
 from flatout.inside import stacks
 from flatout.inside.stacks import StackSampler, in_words
 

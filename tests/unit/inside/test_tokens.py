@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatout.inside.tokens import TokenCounts
-from flatout.model.facts import TokenFacts
+from flatout.model.records import TokenFacts
 
 IDS = torch.ones(2, 8, dtype=torch.long)
 MASK = torch.tensor([[1] * 8, [1] * 4 + [0] * 4])

@@ -11,7 +11,7 @@ from flatout.inside import trial
 from flatout.inside.run_facts import batches_ahead
 from flatout.inside.trial import TrialProgress
 from flatout.launch.protocol import MOST_STEPS, Options, Trial
-from flatout.model.facts import LoaderFacts
+from flatout.model.records import LoaderFacts
 
 
 class Clock:

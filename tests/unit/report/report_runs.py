@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from flatout.model.finding import Finding
+from flatout.model.causes import Finding
 from flatout.model.records import DiskSample, Frame, Stacks, StackTime
-from flatout.model.sketch import Sketch
+from flatout.model.stats import Sketch
 from flatout.report import Report, run_of
-from flatout.report.account import Account
+from flatout.report.account import RecordedRun
 from flatout.trace import (
     Facts,
     GpuSample,
@@ -46,9 +46,9 @@ def printed(show: Callable[[Console], None], width: int = 80) -> str:
     return file.getvalue()
 
 
-def account_of(trace: Trace) -> Account:
-    """The account of a trace."""
-    return run_of(trace, "runs/one").account
+def recorded(trace: Trace) -> RecordedRun:
+    """The run in a trace."""
+    return run_of(trace, "runs/one")
 
 
 def looks(phase: str, where: str, function: str, called: str, source: str, **worker: Any) -> Stacks:
@@ -69,7 +69,7 @@ def looks(phase: str, where: str, function: str, called: str, source: str, **wor
 
 def report_of(trace: Trace, *findings: Finding) -> Report:
     """The report of a trace with these findings."""
-    return Report(run=dataclasses.replace(run_of(trace, "runs/one"), findings=findings))
+    return Report(run=dataclasses.replace(recorded(trace), findings=findings))
 
 
 def step(index: int, wall_ms: float = 100.0, *, gpu: bool = True, loss: float | None = None, **more: Any) -> Step:

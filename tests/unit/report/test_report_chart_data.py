@@ -3,112 +3,126 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Sequence
 
 import pytest
-from report_runs import account_of, rank_of, sample, step, steps_of, trace_of, whole_run, worker
+from report_runs import rank_of, recorded, report_of, sample, step, steps_of, trace_of, whole_run, worker
 
-from flatout.diagnose.breakdown import breakdown
 from flatout.diagnose.rank_metrics import RankMetrics
-from flatout.model.facts import Facts
-from flatout.report import chart_data
-from flatout.trace import Span, Step
+from flatout.model.records import Facts
+from flatout.report import charts
+from flatout.report.views import BarChart, ChartBar, Table, time_spent
+from flatout.trace import Span, Step, Trace
 from flatout.trace.downsample import window_of
 
 
-def test_the_waterfall_goes_from_100_percent_to_0_with_the_work_last() -> None:
-    bars = chart_data.waterfall(breakdown(whole_run().ranks[0]))
+def tables_of(run: Trace) -> dict[str, Table]:
+    """The tables of where the time went, by their first heads."""
+    return {part.heads[0]: part for part in time_spent(recorded(run)) if isinstance(part, Table)}
 
-    assert bars[0].left + bars[0].width == pytest.approx(1.0)
-    for above, below in itertools.pairwise(bars):
-        assert below.left + below.width == pytest.approx(above.left)
-    assert bars[-1].left == pytest.approx(0.0, abs=1e-9)
-    families = [bar.family for bar in bars]
-    assert families == sorted(families, key=lambda family: family == "compute")
-    assert bars[0].label == "waiting for data"
-    assert bars[0].idle == pytest.approx(0.9, abs=0.02)
+
+def test_the_parts_of_training_add_up_with_their_idle_time() -> None:
+    table = tables_of(whole_run())["where training's time went"]
+
+    assert sum(bar.share for bar in table.bars) == pytest.approx(1.0, abs=0.002)
+    assert table.rows[0][0] == "waiting for data"
+    assert table.bars[0].idle / table.bars[0].share == pytest.approx(0.9, abs=0.02)
 
 
 def test_the_whole_run_is_training_and_what_is_not() -> None:
-    b = breakdown(whole_run().ranks[0])
-    bars = chart_data.whole_run(b)
+    table = tables_of(whole_run())["the whole run"]
 
-    assert sum(bar.ms for bar in bars) == pytest.approx(b.wall_ms)
-    assert {bar.label for bar in bars} == {"set-up", "X-ray", "training"}
-    assert bars[-1].label == "training"
-    assert bars[-1].ms == pytest.approx(b.training_ms)
+    assert sum(bar.share for bar in table.bars) == pytest.approx(1.0)
+    assert [row[0] for row in table.rows] == ["training", "set-up", "X-ray"]
 
 
 def test_a_phase_after_the_last_step_is_not_training() -> None:
     late = (Span(name="data", start_ms=0, host_ms=300.0),)
     tail = Step(index=50, start_s=20.0, wall_ms=300.0, kind="tail", spans=late)
-    b = breakdown(rank_of((*steps_of([100.0] * 50), tail)))
-    bars = chart_data.whole_run(b)
+    table = tables_of(trace_of(rank_of((*steps_of([100.0] * 50), tail))))["the whole run"]
 
-    assert [(bar.label, round(bar.ms)) for bar in bars] == [
-        ("waiting for data after the last step", 300),
-        ("training", 5000),
+    assert [(row[0], row[2]) for row in table.rows] == [
+        ("training", "5.0 s"),
+        ("waiting for data after the last step", "0.3 s"),
     ]
+
+
+def test_the_shares_by_cause_add_up_to_100_percent() -> None:
+    (causes,) = [one for one in report_of(whole_run()).view(brief=True).sections if one.key == "causes"]
+    (table,) = causes.parts
+    assert isinstance(table, Table)
+    assert sum(float(row[1].rstrip("%")) for row in table.rows) == pytest.approx(100.0, abs=0.2)
 
 
 def test_the_typical_step_is_the_median_and_the_bad_one_the_99th_percentile() -> None:
     times = [100.0] * 97 + [300.0, 310.0, 900.0]
-    typical, bad = chart_data.timelines(rank_of(steps_of(times)))
+    typical, bad = charts.timelines(rank_of(steps_of(times)))
 
-    assert typical.step.wall_ms == 100.0
-    assert bad.step.wall_ms == pytest.approx(305.0, abs=10.0)
+    assert typical.end == 100.0
+    assert bad.end == pytest.approx(305.0, abs=10.0)
 
 
 def test_a_step_with_gpu_events_is_drawn_rather_than_one_without() -> None:
     blind = [step(index, 100.0, gpu=False) for index in range(20)]
-    (drawn,) = chart_data.timelines(rank_of([*blind, step(20, 98.0)]))
+    (drawn,) = charts.timelines(rank_of([*blind, step(20, 98.0)]))
 
-    assert drawn.step.index == 20
+    assert drawn.note.startswith("step 20: ")
 
 
 def test_a_run_of_one_step_has_one_timeline_and_an_empty_one_none() -> None:
-    assert len(chart_data.timelines(rank_of(steps_of([100.0])))) == 1
-    assert chart_data.timelines(rank_of(())) == ()
+    assert len(charts.timelines(rank_of(steps_of([100.0])))) == 1
+    assert charts.timelines(rank_of(())) == []
+
+
+def rows_of(drawn: BarChart) -> list[Sequence[ChartBar]]:
+    return [bars for _, bars in drawn.rows]
 
 
 def test_the_gpus_row_is_tied_to_the_hosts_where_the_host_woke_it() -> None:
     """GIVEN a host that waits 60 ms for data WHEN the GPU idles for 54 of them THEN both go on at the same moment."""
-    drawn = chart_data.timeline("a step", step(0, 100.0))
+    drawn = charts.timeline("a step", step(0, 100.0))
 
-    data = next(bar for bar in drawn.host if bar.label == "waiting for data")
-    idle = next(bar for bar in drawn.gpu if bar.idle == 1.0)
-    assert drawn.anchored
+    host, gpu = rows_of(drawn)
+    data = next(bar for bar in host if bar.label == "waiting for data")
+    idle = next(bar for bar in gpu if bar.idle)
+    assert "never waited" not in drawn.note
     assert idle.left + idle.width == pytest.approx(data.left + data.width)
-    assert drawn.gpu[0].label == chart_data.EARLIER
-    assert drawn.gpu[0].width == pytest.approx(0.06)
+    assert gpu[0].label == charts.EARLIER
+    assert gpu[0].width == pytest.approx(0.06)
 
 
 def test_a_gpu_that_never_waited_is_drawn_from_the_start_and_not_anchored() -> None:
     spans = (Span(name="forward", start_ms=0.0, host_ms=10.0, gpu_busy_ms=90.0),)
-    drawn = chart_data.timeline("a step", Step(index=0, start_s=0.0, wall_ms=10.0, spans=spans))
+    drawn = charts.timeline("a step", Step(index=0, start_s=0.0, wall_ms=10.0, spans=spans))
 
-    assert not drawn.anchored
-    assert drawn.gpu[0].left == 0.0
-    assert drawn.gpu[0].width == pytest.approx(1.0)
+    _, gpu = rows_of(drawn)
+    assert "never waited" in drawn.note
+    assert gpu[0].left == 0.0
+    assert gpu[0].width == pytest.approx(1.0)
 
 
 def test_a_hundred_tiny_copies_are_one_bar() -> None:
     copies = [Span(name="copy", start_ms=n * 0.1, host_ms=0.08) for n in range(100)]
     gaps = [Span(name="rest", start_ms=n * 0.1 + 0.08, host_ms=0.02) for n in range(100)]
     spans = sorted((*copies, *gaps), key=lambda span: span.start_ms)
-    drawn = chart_data.timeline("a step", Step(index=0, start_s=0.0, wall_ms=30.0, spans=tuple(spans)))
+    drawn = charts.timeline("a step", Step(index=0, start_s=0.0, wall_ms=30.0, spans=tuple(spans)))
 
-    assert [bar.label for bar in drawn.host] == ["copying to the GPU"]
-    assert drawn.host[0].ms == pytest.approx(10.0)
+    (host,) = rows_of(drawn)
+    assert [bar.label for bar in host] == ["copying to the GPU"]
+    assert host[0].ms == pytest.approx(10.0)
 
 
 def test_every_panel_has_what_was_measured_and_those_without_are_left_out() -> None:
     run = whole_run()
-    titles = [panel.title for panel in chart_data.panels(run, run.ranks[0])]
-    assert titles == ["Step time", "Waiting for data", "Loss", "GPU", "Power", "CPU", "Disk"]
+    assert titles_of(run) == ["Step time", "Waiting for data", "Loss", "GPU", "Power", "CPU", "Disk"]
 
     bare = trace_of(rank_of(steps_of([100.0] * 5)))
-    assert [panel.title for panel in chart_data.panels(bare, bare.ranks[0])] == ["Step time", "Waiting for data"]
+    assert titles_of(bare) == ["Step time", "Waiting for data"]
+
+
+def titles_of(run: Trace) -> list[str]:
+    (drawn,) = charts.over_time(recorded(run))
+    return [plot.title for plot in drawn.plots]
 
 
 def test_long_runs_are_drawn_from_windows_in_1000_points_at_most() -> None:
@@ -118,31 +132,30 @@ def test_long_runs_are_drawn_from_windows_in_1000_points_at_most() -> None:
     rank = rank_of(steps, windows=windows)
     samples = [sample(float(n)) for n in range(9_000)]
 
-    panels = chart_data.panels(trace_of(rank, samples=samples), rank)
+    (drawn,) = charts.over_time(recorded(trace_of(rank, samples=samples)))
 
-    assert max(len(series.x) for panel in panels for series in panel.series) <= chart_data.MAX_POINTS
-    times = panels[0].series
+    assert max(len(series.x) for plot in drawn.plots for series in plot.series) <= charts.MAX_POINTS
+    times = drawn.plots[0].series
     assert [series.name for series in times] == ["median", "95th percentile"]
     assert times[0].y[0] == pytest.approx(100.0, rel=0.011)
-    assert panels[1].series[0].y[0] == pytest.approx(60.0)
+    assert drawn.plots[1].series[0].y[0] == pytest.approx(60.0)
 
 
 def test_a_thinned_series_keeps_its_mean() -> None:
-    values = [float(n % 10) for n in range(20_000)]
-    series = chart_data.line(("load", "data"), list(range(20_000)), values)
+    series = charts.line("load", "data", [(n, float(n % 10)) for n in range(20_000)])
 
-    assert len(series.y) == chart_data.MAX_POINTS
+    assert len(series.y) == charts.MAX_POINTS
     assert sum(series.y) / len(series.y) == pytest.approx(4.5)
 
 
 def test_missing_values_are_left_out_of_a_series() -> None:
-    series = chart_data.line(("load", "data"), [1.0, 2.0, 3.0], [None, float("nan"), 5.0])
-    assert (series.x, series.y) == ((3.0,), (5.0,))
+    series = charts.line("load", "data", [(1.0, None), (2.0, float("nan")), (3.0, 5.0)])
+    assert (series.x, series.y) == ([3.0], [5.0])
 
 
 def test_pauses_and_what_is_not_training_are_marked() -> None:
     run = whole_run()
-    marked = chart_data.marks(run, run.ranks[0])
+    marked = charts.marks(run.ranks[0], zero_s=6.0)
 
     assert [mark.name for mark in marked] == ["set-up", "evaluation", "X-ray"]
     assert marked[1].length_s == pytest.approx(0.8)
@@ -159,13 +172,8 @@ def test_a_rank_that_may_see_one_gpu_of_two_is_not_shown_the_other() -> None:
     )
     rank = rank_of((), facts=Facts(gpu_index=0, gpu_uuid="5e7a-11"))
     run = trace_of(rank, samples=[dataclasses.replace(sample, gpus=gpus)])
-    assert account_of(run).gpu["power_w"] == 90.0
+    assert recorded(run).hardware["power_w"] == 90.0
     assert {gpu.index for gpu in RankMetrics(run, rank).gpu_samples} == {1}
-
-
-def test_the_shares_of_a_worker_add_up_to_its_lifetime() -> None:
-    (lane,) = chart_data.lanes([worker(0), dataclasses.replace(worker(1), samples=0)])
-    assert lane == ("worker 0", 10_000.0, pytest.approx([0.4, 0.1, 0.1, 0.1, 0.3]))
 
 
 @pytest.mark.parametrize(
@@ -184,9 +192,9 @@ def test_workers_are_counted_that_were_there_at_the_same_time(
         dataclasses.replace(worker(number), pid=pid, born_s=born, time_s=end)
         for pid, (number, born, end) in enumerate(lives)
     )
-    (together,) = account_of(trace_of(rank_of((), workers=reports))).workers
+    (together,) = recorded(trace_of(rank_of((), workers=reports))).workers
     assert together.workers == at_once
     again = tuple(dataclasses.replace(report, born_s=report.time_s - 1, samples=0) for report in reports)  # its dataset
-    (restarted,) = account_of(trace_of(rank_of((), workers=(*reports, *again)))).workers
+    (restarted,) = recorded(trace_of(rank_of((), workers=(*reports, *again)))).workers
     assert restarted.workers == at_once
     assert restarted.busy_share == pytest.approx(2 * together.busy_share)  # ten seconds more of work, and none of life

@@ -13,7 +13,7 @@ import pytest
 from report_runs import facts, printed, rank_of, step, steps_of, trace_of
 from test_report_html import Page
 
-from flatout.model.facts import LoaderFacts
+from flatout.model.records import LoaderFacts
 from flatout.model.stats import Gain
 from flatout.report import Report, run_of
 from flatout.report import comparison as comparing
@@ -295,7 +295,7 @@ def test_runs_without_losses_are_compared_without_them() -> None:
 
 
 def shown(result: Comparison) -> str:
-    return printed(lambda console: show(Report(run=None, comparison=result), console))
+    return printed(lambda console: show(Report(comparison=result), console))
 
 
 def test_the_terminal_gets_every_figure_in_80_columns() -> None:
@@ -308,7 +308,7 @@ def test_the_terminal_gets_every_figure_in_80_columns() -> None:
 
 def test_the_page_shows_both_runs() -> None:
     a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD")))
-    shown = Page(page(Report(run=None, comparison=compare(a, b))))
+    shown = Page(page(Report(comparison=compare(a, b))))
 
     assert shown.sections == ["phases", "steps", "losses", "differences", "intervals"]
     assert [str(plot["aria-label"]).partition(":")[0] for plot in shown.plots] == [

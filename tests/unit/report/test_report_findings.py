@@ -7,16 +7,22 @@ import json
 from pathlib import Path
 
 import pytest
-from report_runs import account_of, printed, rank_of, report_of, steps_of, trace_of, whole_run
+from report_runs import printed, rank_of, recorded, report_of, steps_of, trace_of, whole_run
 from test_report_html import FINDING
 
-from flatout.diagnose.gains import LOADER_LIMITS
-from flatout.model.facts import Facts, LoaderFacts, SettingsRead
-from flatout.report.findings import change_as_typed, gain, headline
+from flatout.diagnose.by_cause import LOADER_LIMITS
+from flatout.model.causes import Finding
+from flatout.model.records import Facts, LoaderFacts, SettingsRead
+from flatout.report.account import RecordedRun
 from flatout.report.terminal import show
+from flatout.report.views import change_as_typed, gain, headline
 from flatout.trace import Span
 
-ACCOUNT = account_of(whole_run())
+RUN = recorded(whole_run())
+
+
+def replaced(*findings: Finding) -> RecordedRun:
+    return dataclasses.replace(RUN, findings=findings)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +45,16 @@ def test_a_gain_limited_by_the_loader_says_so() -> None:
 
 
 def test_without_findings_the_headline_says_what_the_account_knows() -> None:
-    assert headline(ACCOUNT, ()) == "52% of training time goes to waiting for data."
+    assert headline(replaced()) == "52% of training time goes to waiting for data."
 
 
 def test_time_outside_the_phases_is_named_in_the_headline() -> None:
     simulated = (Span(name="rest", start_ms=0.0, host_ms=56.0), Span(name="forward", start_ms=56.0, host_ms=44.0))
-    made = account_of(trace_of(rank_of(steps_of([100.0] * 60, spans=simulated))))
-    assert headline(made, ()) == "56% of training time goes to your code outside these phases."
+    made = recorded(trace_of(rank_of(steps_of([100.0] * 60, spans=simulated))))
+    assert (
+        headline(dataclasses.replace(made, findings=()))
+        == "56% of training time goes to your code outside these phases."
+    )
 
 
 def test_a_healthy_run_is_called_so_without_a_promise() -> None:
@@ -56,7 +65,7 @@ def test_a_healthy_run_is_called_so_without_a_promise() -> None:
         gain_low=1.0,
         gain_high=1.0,
     )
-    assert headline(ACCOUNT, [healthy]) == "Healthy: the GPU has work 97% of the time."
+    assert headline(replaced(healthy)) == "Healthy: the GPU has work 97% of the time."
 
 
 @pytest.mark.parametrize(
@@ -71,12 +80,12 @@ def test_a_healthy_run_is_called_so_without_a_promise() -> None:
     ],
 )
 def test_a_change_as_one_would_type_it(change: str | None, value: object, typed: str | None) -> None:
-    assert change_as_typed(ACCOUNT, dataclasses.replace(FINDING, change=change, value=value)) == typed
+    assert change_as_typed(RUN.facts, dataclasses.replace(FINDING, change=change, value=value)) == typed
 
 
 def test_a_change_may_be_a_line_of_the_scripts_own_file() -> None:
     settings = [SettingsRead(source="yaml", file="train.yaml", values={"loader": {"workers": 0}, "pin_memory": 2})]
-    read = dataclasses.replace(ACCOUNT, facts=dataclasses.replace(ACCOUNT.facts, settings=tuple(settings)))
+    read = dataclasses.replace(RUN.facts, settings=tuple(settings))
     fewer = dataclasses.replace(FINDING, change="num_workers", value=6)
     assert change_as_typed(read, fewer) == "in train.yaml: loader.workers: 6"
     pinned = dataclasses.replace(FINDING, change="pin_memory", value=True)
@@ -86,7 +95,7 @@ def test_a_change_may_be_a_line_of_the_scripts_own_file() -> None:
 def test_precision_is_asked_of_the_framework_that_runs_the_loop() -> None:
     lines = {}
     for framework in ("lightning", "accelerate", "transformers"):
-        made = dataclasses.replace(ACCOUNT, facts=Facts(loaders=(LoaderFacts(dataset="D", framework=framework),)))
+        made = Facts(loaders=(LoaderFacts(dataset="D", framework=framework),))
         for value in ("bf16", "tf32"):
             lines[framework, value] = change_as_typed(
                 made, dataclasses.replace(FINDING, change="precision", value=value)
@@ -100,7 +109,7 @@ def test_precision_is_asked_of_the_framework_that_runs_the_loop() -> None:
 
 
 def test_what_the_trainer_of_transformers_makes_is_changed_by_its_arguments() -> None:
-    made = dataclasses.replace(ACCOUNT, facts=Facts(loaders=(LoaderFacts(dataset="D", framework="transformers"),)))
+    made = Facts(loaders=(LoaderFacts(dataset="D", framework="transformers"),))
     typed = [
         change_as_typed(made, dataclasses.replace(FINDING, change=change, value=value))
         for change, value in (("num_workers", 6), ("batch_size", 64), ("cudnn_benchmark", True))
@@ -114,7 +123,7 @@ def test_what_the_trainer_of_transformers_makes_is_changed_by_its_arguments() ->
 
 def test_an_ignored_setting_is_not_to_be_typed_again() -> None:
     ignored = dataclasses.replace(FINDING, code="config.ignored", change="setting:num_workers", value=6)
-    assert change_as_typed(ACCOUNT, ignored) is None
+    assert change_as_typed(RUN.facts, ignored) is None
 
 
 def test_the_json_has_the_verdict_the_findings_and_parts_that_add_up() -> None:

@@ -23,11 +23,11 @@ from flatout.fix.search import Search
 from flatout.fix.speed import Gain
 from flatout.model.plan import Change, Outcome
 from flatout.report import Report, report_fix
-from flatout.report.costs import Price
-from flatout.report.findings import permanently
+from flatout.report.account import Price
 from flatout.report.fix_summary import FixSummary
 from flatout.report.page import page
 from flatout.report.terminal import FixProgress, show
+from flatout.report.views import permanently
 
 
 def fixed(world: World, allow: str = "", price: Price | None = None, budget_s: float = 600, only: str = "") -> Report:
@@ -182,15 +182,15 @@ def test_waiting_for_data_is_left_to_the_person_after_its_changes_failed() -> No
 def test_a_fix_fits_the_width_of_the_terminal(starved: Report) -> None:
     console = Console(file=io.StringIO(), width=60)
     show(starved, console)
-    FixProgress(console, 60.0).say("a line that is longer than sixty columns, as those of a fix tend to be")
+    FixProgress(console).say("a line that is longer than sixty columns, as those of a fix tend to be")
     lines = console.file.getvalue().splitlines()
     commands = [line for line in lines if line.startswith("Train with it:")]  # to be copied: in one piece
     assert max(len(line) for line in lines if line not in commands) <= 60
 
 
-def test_the_page_has_both_waterfalls_every_run_and_the_edits(starved: Report) -> None:
+def test_the_page_has_both_steps_every_run_and_the_edits(starved: Report) -> None:
     text = page(starved)
-    for words in ("Where the time went before", "Where it goes now", "Runs", "flatout.DataLoader(...)"):
+    for words in ("Where a step&#x27;s time went, and where it goes", "Runs", "flatout.DataLoader(...)"):
         assert words in text
     assert "Nothing to change" in page(fixed(World()))
 
@@ -238,20 +238,10 @@ def test_an_edit_is_shown_with_every_place_it_belongs_to() -> None:
     assert permanently(elsewhere) == f"{edit}; the same at val.py:7, val.py:9"
 
 
-def test_in_a_pipe_the_progress_is_lines() -> None:
+def test_the_progress_is_lines() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     world = World(machine=Machine(data_ms=80.0), workers=0)
-    with FixProgress(console, 600) as progress:
-        Search(world, Wishes(), budget_s=600, clock=world.clock, progress=progress).run()
+    Search(world, Wishes(), budget_s=600, clock=world.clock, progress=FixProgress(console)).run()
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "… the command as it is (10 min 0 s left)"
     assert any(line.startswith("elastic loader + device_prefetch: kept, 4.") for line in lines)
-
-
-def test_on_a_terminal_there_is_a_bar_for_the_budget() -> None:
-    console = Console(file=io.StringIO(), width=80, highlight=False, force_terminal=True)
-    with FixProgress(console, 600) as progress:
-        progress.run_begins("elastic loader", 599)
-        console.print(progress)
-    assert "elastic loader" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "left" in console.file.getvalue()  # type: ignore[attr-defined]

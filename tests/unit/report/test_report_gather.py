@@ -13,7 +13,6 @@ from report_runs import rank_of, steps_of
 from flatout.diagnose.rank_metrics import metrics_of
 from flatout.model.errors import TraceError
 from flatout.report import MAX_RANKS_READ, read_run
-from flatout.report.account import figures_of_rank
 from flatout.trace import TraceWriter
 
 
@@ -32,15 +31,15 @@ def many(tmp_path: Path) -> Path:
 
 def test_of_many_ranks_a_few_are_read_and_all_are_counted(many: Path) -> None:
     run = read_run([many])
-    trace, figures = run.trace, run.account.by_rank
+    trace, figures = run.trace, run.by_rank
 
     read = {rank.info.rank for rank in trace.ranks}
     assert len(read) <= MAX_RANKS_READ
     assert {0, 23} <= read
-    assert [one.rank for one in figures] == list(range(40))
-    assert figures[0].steps == 5
-    assert figures[0].shares["data"] == pytest.approx(0.6)
-    assert figures[23].step_ms.quantile(0.5) == pytest.approx(200.0, rel=0.011)
+    assert [one.info.rank for one in figures] == list(range(40))
+    assert figures[0].breakdown.steps == 5
+    assert figures[0].breakdown.share_of("data") == pytest.approx(0.6)
+    assert figures[23].breakdown.step_ms.quantile(0.5) == pytest.approx(200.0, rel=0.011)
 
 
 def test_few_ranks_are_all_read(many: Path, tmp_path: Path) -> None:
@@ -50,10 +49,10 @@ def test_few_ranks_are_all_read(many: Path, tmp_path: Path) -> None:
         shutil.copy(path, few / path.name)
 
     run = read_run([few])
-    trace, figures = run.trace, run.account.by_rank
+    trace, figures = run.trace, run.by_rank
 
     assert len(trace.ranks) == 10
-    assert [one.rank for one in figures] == list(range(10))
+    assert [one.info.rank for one in figures] == list(range(10))
 
 
 def test_what_two_machines_recorded_is_one_run(many: Path, tmp_path: Path) -> None:
@@ -72,8 +71,9 @@ def test_what_two_machines_recorded_is_one_run(many: Path, tmp_path: Path) -> No
 
 def test_summary_and_account_give_the_same_figures(many: Path, tmp_path: Path) -> None:
     run = read_run([many])
-    figures = run.account.by_rank
-    again = figures_of_rank(metrics_of(run.trace)[0])
-    assert again.steps == figures[0].steps
-    assert again.shares == pytest.approx(figures[0].shares)
-    assert json.dumps(again.samples_per_s) == json.dumps(figures[0].samples_per_s)
+    figures = run.by_rank
+    (again, *_), (first, *_) = metrics_of(run.trace), figures
+    assert again.breakdown.steps == first.breakdown.steps
+    for name in ("data", "backward", "forward"):
+        assert again.breakdown.share_of(name) == pytest.approx(first.breakdown.share_of(name))
+    assert json.dumps(again.breakdown.samples_per_s) == json.dumps(first.breakdown.samples_per_s)

@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from report_runs import account_of, looks, printed, rank_of, report_of, steps_of, trace_of, worker
+from report_runs import looks, printed, rank_of, recorded, report_of, steps_of, trace_of, worker
 
 from flatout.diagnose.breakdown import Breakdown
-from flatout.model.facts import Facts, OwnCost
+from flatout.model.records import Facts, OwnCost
 from flatout.report import Report, run_of
 from flatout.report.terminal import show, wrapped
+from flatout.report.views import ceiling_in_words
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
 from flatout.trace.downsample import window_of
 
@@ -59,13 +60,13 @@ def test_in_a_narrow_terminal_bars_of_different_lengths_differ() -> None:
 
 def test_the_lines_that_took_the_time_are_shown_as_they_stand_in_the_file() -> None:
     """GIVEN a third of the time in the loop's own code, most of it at one line
-    THEN its source is shown with its share, and it has a line of its own in the table of phases."""
+    THEN its source is shown with its share, and it is named in the table of phases."""
     spans = [Span(name="forward", start_ms=0, host_ms=6.0), Span(name="rest", start_ms=6, host_ms=4.0)]
     seen = looks("rest", "metrics.py:12", "f_score", "numpy/hist.py:3", "h = np.histogram(prediction)")
     rank = rank_of([replace(step(index), spans=tuple(spans)) for index in range(60)], stacks=(seen,))
     text = printed(lambda console: show(Report(run=run_of(trace_of(rank), "runs/one")), console))
     by_phase, _, code = text.partition("Your own code: 40% of training's time")
-    assert "metrics.py:12 f_score → numpy.hist" in by_phase
+    assert "mostly metrics.py:12" in " ".join(by_phase.split())
     assert "host.python" in by_phase
     assert [line.split() for line in code.splitlines()[1:4]] == [
         ["metrics.py,", "f_score:", "100%", "of", "that"],
@@ -87,7 +88,7 @@ def test_a_run_that_ended_in_a_hang_says_so_first(wait: Span, told: str | None) 
     steps = [step(index) for index in range(1, 11)]
     tail = Step(index=11, start_s=1.0, wall_ms=wait.host_ms, spans=(wait,), kind="tail")
     rank = RankTrace(info=RunInfo(name="train", rank=0), steps=(*steps, tail), windows=(window_of(steps),))
-    notes = [note.text for note in account_of(Trace(ranks=(rank,), samples={})).notes]
+    notes = recorded(Trace(ranks=(rank,), samples={})).notes
     assert (told in notes[0]) if told else not notes
 
 
@@ -96,7 +97,7 @@ def test_many_waits_that_are_summed_up_are_no_hang() -> None:
     crowd = Span(name="data", start_ms=3200, host_ms=98_400)
     tail = Step(index=1, start_s=1.0, wall_ms=101_600, spans=(*waits, crowd), kind="tail")
     rank = RankTrace(info=RunInfo(name="train", rank=0), steps=(step(0), tail), windows=(window_of([step(0)]),))
-    assert not account_of(Trace(ranks=(rank,), samples={})).notes
+    assert not recorded(Trace(ranks=(rank,), samples={})).notes
 
 
 def test_the_parts_stand_in_order_with_the_idle_time_beside_them() -> None:
@@ -176,4 +177,4 @@ def test_the_speed_of_all_ranks_is_shown_beside_that_of_the_first() -> None:
 def test_a_ceiling_below_the_speed_of_the_run_is_not_believed(most: float, words: str | None) -> None:
     nothing = {"wall_ms": 0.0, "parts": (), "training_ms": 0.0, "training": (), "steps": 0, "samples": None}
     run = Breakdown(step_ms=Sketch(), samples_per_s=100.0, replay_samples_per_s=most, **nothing)  # type: ignore[arg-type]
-    assert replace(account_of(trace_of(rank_of(steps_of([10.0])))), breakdown=run).ceiling == words
+    assert ceiling_in_words(run) == words

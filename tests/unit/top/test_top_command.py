@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from flatout.model.errors import FlatoutError, GateFailed, UsageError
-from flatout.top.summary import TopSummary
-from flatout.top.text import GPU_COLUMNS, HOST_COLUMNS
+from flatout.top.summary import GPU_COLUMNS, HOST_COLUMNS, TopSummary
 from flatout.top.top_command import TopOptions, run
 from flatout.trace import DiskSample, GpuSample, HostSample, Sample, read
 

@@ -135,7 +135,7 @@ def test_the_host_in_figures(make_sample: Make) -> None:
         "memory_pct": 25,
         "iowait_pct": 3,
     }
-    assert {name: host.mean(name) for name in expected} == expected
+    assert {name: host.levels.mean(name) for name in expected} == expected
     assert host.cores == 16
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from flatout.top.figures import FigureBuilder
-from flatout.top.summary import TopSummary, sum_up
-from flatout.top.text import line_of, reading_lines, size, style_of, summary_lines
+from flatout.top.summary import TopSummary, line_of, reading_lines, size, style_of, sum_up, summary_lines
 from flatout.trace import DiskSample, Sample
 
 Make = Callable[..., Sample]

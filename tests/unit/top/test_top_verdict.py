@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flatout.model.readings import HARMFUL_THROTTLES
+from flatout.model.formatting import HARMFUL_THROTTLES
 from flatout.sample.gpu import THROTTLE_REASONS
 from flatout.top.figures import FigureBuilder
 from flatout.top.summary import WORDS, TopSummary, Verdict, sum_up

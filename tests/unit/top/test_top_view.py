@@ -22,9 +22,8 @@ import pytest
 from rich.text import Text
 from textual.pilot import Pilot
 
-from flatout.top.panels import Drawing, Scene, chart, cpu_panel, process_panel
 from flatout.top.sample_source import Stop, live, replay
-from flatout.top.view import TopView
+from flatout.top.view import Drawing, Scene, TopView, chart, cpu_panel, process_panel
 from flatout.trace import DiskSample, ProcessSample, Sample
 
 Make = Callable[..., Sample]

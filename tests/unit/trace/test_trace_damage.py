@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.damage import end_of, shown, unpacked
 from flatout.model.errors import TraceError
-from flatout.model.facts import LoaderFacts
+from flatout.model.records import LoaderFacts
 from flatout.report import terminal
 from flatout.trace import Facts, FactsRecord, Note, RankTrace, RunInfo, Span, Step, TraceWriter, reader
 

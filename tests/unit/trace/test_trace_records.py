@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.model.facts import AppliedChange, LoaderFacts, SettingsRead
-from flatout.model.records import KINDS, encode, to_json
+from flatout.model.records import KINDS, AppliedChange, LoaderFacts, SettingsRead, encode, to_json
 from flatout.trace import (
     Facts,
     FactsRecord,

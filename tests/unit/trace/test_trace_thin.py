@@ -11,8 +11,7 @@ import pytest
 
 from flatout.model.records import Record, encode
 from flatout.trace import DiskSample, HostSample, ProcessSample, Sample, Span, Step, Window, downsample
-from flatout.trace.downsample import SampleDownsampler, StepDownsampler, mean_of, window_of
-from flatout.trace.light_steps import Event, LightSteps
+from flatout.trace.downsample import Event, LightSteps, SampleDownsampler, StepDownsampler, mean_of, window_of
 from flatout.trace.writer import MAX_BYTES
 
 SCALE = 50  # the bounds shrunk by this, so that 100,000 steps are as long to them as 5 million

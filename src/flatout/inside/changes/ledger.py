@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flatout.model.facts import AppliedChange
+from flatout.model.records import AppliedChange
 from flatout.redact import redact_setting, redact_text
 
 if TYPE_CHECKING:
