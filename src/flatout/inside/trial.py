@@ -23,6 +23,7 @@ from flatout.launch.protocol import MOST_STEPS, Options
 from flatout.model.stats import BLOCKS, FEW_STEPS, block_means, error_of, half_width
 
 if TYPE_CHECKING:
+    from flatout.inside.live import LiveTurns
     from flatout.inside.xray import XraySchedule
 
 _WARM_UP_S = 9.0  # of a trial, at most
@@ -38,10 +39,17 @@ class BoundedRun:
     """Says after each step whether another one is to come, and of what kind."""
 
     def __init__(
-        self, options: Options, recorder: Recorder, xray: XraySchedule | None, *, alone: Callable[[], bool]
+        self,
+        options: Options,
+        recorder: Recorder,
+        xray: XraySchedule | None,
+        *,
+        alone: Callable[[], bool],
+        turns: LiveTurns | None = None,
     ) -> None:
         self._recorder = recorder
         self._xray = xray
+        self._turns = turns
         self._progress = TrialProgress(options, alone=alone)
         self._leash = Leash(_AHEAD)
         self.ceiling: Ceiling | None = None
@@ -63,7 +71,8 @@ class BoundedRun:
 
     def goes_on(self, batches_ready: int) -> bool:
         """Whether there is another step; so many batches lay ready when the workers had time to load."""
-        if self._progress.warms_up(self._recorder.steps, batches_ready):
+        in_turns = self._turns is not None and self._turns.step_ended()
+        if in_turns or self._progress.warms_up(self._recorder.steps, batches_ready):
             self._recorder.set_kind("warmup")
             return True
         if not self._progress.is_over():

@@ -32,6 +32,7 @@ INJECTED = Path(__file__).parents[1] / "inside" / "path"  # what PYTHONPATH has 
 NOT_MEASURED = "not-measured.txt"
 # A file in it that asks what a process does that has not trained yet; one beside it for each answer.
 REQUEST = "what-now"
+TURNS = "turns.json"  # a file in it: what became of the changes that a trial has decided in turns
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 MOST_STEPS = 1_500  # of a trial, however short they are
 WEIGHTS_EVERY = 5  # steps
@@ -56,6 +57,9 @@ class Trial:
     MOST_STEPS; several ranks do not: they have to end at the same step. It ends before its steps where a few
     slow ones have taken `enough_s`. The X-ray and the ceiling come last, and only where a step has taken less
     than `look_below_s`: what is slower than what there is already need not be understood.
+
+    The changes named in `turns` are switched on and off while it trains, one after the other, before anything else is
+    measured; what pays stays on.
     """
 
     seed: int | None = None
@@ -70,6 +74,7 @@ class Trial:
     timeout_s: float | None = None
     protect: Path | None = None
     overlay: bool = True
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +106,7 @@ class Options:
         data |= {"folder": Path(data["folder"]), "command": tuple(data["command"])}
         if trial := data.get("trial"):
             folders = {name: Path(trial[name]) for name in ("leads", "follows", "protect") if trial[name]}
-            data["trial"] = Trial(**trial | folders)
+            data["trial"] = Trial(**trial | folders | {"turns": tuple(trial["turns"])})
         if plan := data.get("plan"):
             # Imported only here: every Python of the command runs this, and few have a plan.
             from flatout.model.plan import Change, Plan

@@ -87,6 +87,16 @@ class Applied:
             total_s += self._loading.compile_s
         return total_s or None
 
+    def why_not_made(self, name: str) -> str:
+        """Why a change that is on has no effect; empty where it has one."""
+        entry = next(entry for entry in self.ledger.entries() if entry.name == name)
+        return "" if entry.applied else str(entry.how)
+
+    def try_out(self, name: str) -> None:
+        """Switch a change on that may fail: a forward that raises with it is repeated without."""
+        self._computing.on_trial = name
+        self.switch(name, on=True)
+
     def switch(self, name: str, *, on: bool) -> None:
         """Switch a change of the plan on or off between two steps: from the next step on, it is (not) made.
 

@@ -38,6 +38,7 @@ class Computing:
         self.proof = proof
         self.optimizers = WeakIdMap()
         self.compile_s = 0.0  # what the first calls of compiled models took
+        self.on_trial = ""  # the change that is tried in turns: a forward that fails with it is repeated without
         self._roots = roots
         # The first is innermost: the compiler is to see nothing of ours.
         kinds = (CudnnBenchmark, Compile, ChannelsLast, PrecisionChange)
@@ -87,7 +88,7 @@ class Computing:
         where = caller()
         for change in self._at_roots:
             if change.is_wanted:
-                call = self.ledger.attempt(change.name, change.around, module, call, where) or call
+                call = change.around(module, call, where)
         if self.proof is not None:
             call = _looked_at(module, call, self.proof)
         return call
@@ -100,16 +101,26 @@ class _ComputingChange(LiveChange):
 
 
 class RootChange(_ComputingChange):
-    """A change around the calls of root modules."""
+    """A change around the calls of root modules, which gets in at the first one while it is on."""
 
     def around(self, module: Any, call: Call, where: str | None) -> Call:
-        """How a root module is to be called, at its first call."""
-        changed = self._changed(module, call, where)
-        if changed is None:
-            return call
+        """How a root module is to be called from now on."""
+        changed: Call | None = None
 
         def call_as_switched(*args: Any, **kwargs: Any) -> Any:
-            return changed(*args, **kwargs) if self.is_on else call(*args, **kwargs)
+            nonlocal changed
+            if not self.is_on:
+                return call(*args, **kwargs)
+            if changed is None:
+                changed = self.ledger.attempt(self.name, self._changed, module, call, where) or call
+            try:
+                return changed(*args, **kwargs)
+            except Exception as problem:
+                if self.computing.on_trial != self.name:
+                    raise
+                self.ledger.failed(self.name, problem)
+                self.off()
+                return call(*args, **kwargs)
 
         return call_as_switched
 
@@ -489,6 +500,12 @@ def _set_fused(optimizer: Any, *, on: bool) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"] = on or None
     optimizer._step_supports_amp_scaling = on
+    # The fused kernels count steps on the parameter's own device. All counters move at once: one wait for the GPU.
+    counting: dict[torch.device, list[dict[str, Any]]] = {}
     for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), torch.Tensor):  # the fused kernels count on the parameter's own device
-            state["step"] = state["step"].to(parameter.device if on else "cpu")
+        if isinstance(state.get("step"), torch.Tensor):
+            counting.setdefault(parameter.device, []).append(state)
+    for device, states in counting.items():
+        moved = torch.stack([state["step"] for state in states]).to(device if on else "cpu")
+        for state, counter in zip(states, moved.unbind(), strict=True):
+            state["step"] = counter
