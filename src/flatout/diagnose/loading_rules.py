@@ -245,6 +245,24 @@ def _too_few_workers(metrics: RankMetrics, saved: float) -> Finding | None:
     )
 
 
+def augmentation_on_cpu(metrics: RankMetrics) -> Finding | None:
+    """The script can augment on the GPU and does not, while workers are behind, for whatever reason."""
+    setting, saved = _setting(metrics, "augment_on", "cpu"), data_saved(metrics)
+    if setting is None or not metrics.on_gpu or not metrics.workers or saved < MIN_SHARE or not _wants_core(metrics):
+        return None
+    sample_ms = metrics.sample_ms.mean or 0.0
+    return _late(
+        metrics,
+        "cpu-bound",
+        f"a sample costs {sample_ms:.1f} ms in a worker, augmentation included, and {setting} is cpu",
+        gain_if_fed(metrics, saved),
+        confidence=0.4,
+        change=f"{SETTING}{setting}",
+        value="gpu",
+        advice=f"{setting}=gpu: how much of a sample that spares the workers cannot be seen from outside",
+    )
+
+
 def worker_threads(metrics: RankMetrics) -> Finding | None:
     """Workers that each have threads of their own, all together far more than cores."""
     counts = [process.threads for process in metrics.worker_samples if process.threads is not None]

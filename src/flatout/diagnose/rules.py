@@ -122,6 +122,7 @@ RULES: tuple[Callable[[RankMetrics], Finding | None], ...] = (
     loading_rules.main_thread,
     loading_rules.few_shards,
     loading_rules.workers_behind,
+    loading_rules.augmentation_on_cpu,
     loading_rules.worker_threads,
     loading_rules.worker_start,
     host_rules.own_code,

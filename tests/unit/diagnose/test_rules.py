@@ -170,6 +170,21 @@ def test_all_cores_busy_is_cpu_bound_not_too_few_workers(gpu: str | None, change
     assert ("GPU" in found.advice) == bool(gpu), "no GPU, no advice to use one"
 
 
+@pytest.mark.parametrize(("augment_on", "offered"), [("cpu", True), ("gpu", False)])
+def test_a_script_that_can_augment_on_the_gpu_is_told_so_whatever_holds_its_workers_up(
+    augment_on: str, offered: bool
+) -> None:
+    read = {"source": "argparse", "values": {"augment_on": augment_on}}
+    made = trace(
+        *STARVED,
+        loader={"num_workers": 2},
+        workers=workers(2, sample_ms=25.0, busy=0.97),
+        facts={"gpu": "NVIDIA H200", "settings": [read]},
+    )
+    found = [finding for finding in diagnose(made) if finding.change == "setting:augment_on"]
+    assert [finding.value for finding in found] == ["gpu"] * offered
+
+
 def test_a_sample_costs_the_time_that_it_is_on_a_core() -> None:
     made = trace(
         *STARVED,
