@@ -26,8 +26,8 @@ from flatout.model.formatting import (
     shown_in,
 )
 from flatout.model.records import to_json
-from flatout.top.figures import FigureBuilder, GpuFigures, HostFigures, Stats, host_readings, work_pct
-from flatout.trace import GpuSample, Sample
+from flatout.top.figures import QUANTILES, Figures, GpuFigures, Levels, host_readings, work_pct
+from flatout.trace import GpuSample, Sample, Sketch
 
 WORDS = (
     "near out of memory", "throttled", "idle", "busy but wasteful", "CPU-bound", "disk-bound", "fluctuating", "starved",
@@ -76,15 +76,7 @@ class Verdict:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSummary:
-    """One GPU: its figures and the verdict on it."""
-
-    figures: GpuFigures
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TargetResult:
     """A target against what was measured: `margin` is how far inside its bounds it is (below 0: missed).
 
@@ -97,8 +89,8 @@ class TargetResult:
     wish: str
     unit: str
     value: float | None
-    met: bool | None = None
-    margin: float | None = None
+    met: bool | None
+    margin: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,40 +98,33 @@ class TopSummary:
     """Everything `flatout top` says at the end."""
 
     hostname: str
-    samples: int
-    seconds: float
+    host: Figures
     verdict: Verdict
-    gpus: tuple[GpuSummary, ...]
-    host: HostFigures
-    targets: tuple[TargetResult, ...]
-    notes: tuple[str, ...]
+    gpus: list[tuple[GpuFigures, Verdict]]
+    targets: list[TargetResult]
+    notes: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-ready data; docs/TOP.md names every field. What was not measured is left out."""
-        gpus = [_flat(gpu.figures) | {"verdict": to_json(gpu.verdict)} for gpu in self.gpus]
-        return {"record": "top-summary", **to_json(self), "gpus": gpus, "host": _flat(self.host)}
+        return {
+            "record": "top-summary",
+            "hostname": self.hostname,
+            "samples": self.host.samples,
+            "seconds": to_json(self.host.seconds),
+            "verdict": to_json(self.verdict),
+            "gpus": [{**gpu.to_json(), "verdict": to_json(verdict)} for gpu, verdict in self.gpus],
+            "host": self.host.to_json(),
+            "targets": to_json(self.targets),
+            "notes": list(self.notes),
+        }
 
 
-def _flat(figures: GpuFigures | HostFigures) -> dict[str, Any]:
-    data: dict[str, Any] = to_json(figures)
-    levels: dict[str, Any] = data.pop("levels")
-    return data | levels
-
-
-def sum_up(seen: FigureBuilder, *, hostname: str = "", notes: Iterable[str] = ()) -> TopSummary:
+def sum_up(seen: Figures, *, hostname: str = "", notes: Sequence[str] = ()) -> TopSummary:
     """The summary of the samples seen so far."""
-    gpus, host = seen.gpus(), seen.host()
-    verdicts = [_first(_ask_gpu(gpu, host, seen.samples)) for gpu in gpus]
-    return TopSummary(
-        hostname=hostname,
-        samples=seen.samples,
-        seconds=seen.seconds,
-        verdict=_verdict_on_all(gpus, verdicts) or _first(_ask_host(host, seen.samples)),
-        gpus=tuple(GpuSummary(figures=gpu, verdict=one) for gpu, one in zip(gpus, verdicts, strict=True)),
-        host=host,
-        targets=tuple(_check_targets(gpus, host)),
-        notes=tuple(notes),
-    )
+    gpus = [(gpu, _first(_ask_gpu(gpu, seen))) for gpu in seen.gpus]
+    verdict = _verdict_on_all(gpus) or _first(_ask_host(seen))
+    targets = list(_check_targets(seen))
+    return TopSummary(hostname=hostname, host=seen, verdict=verdict, gpus=gpus, targets=targets, notes=notes)
 
 
 # The verdict
@@ -152,14 +137,13 @@ def tone(word: str) -> str:
     return "none" if word in ("idle", "not enough samples", "no GPU") else "bad"
 
 
-def _verdict_on_all(gpus: Sequence[GpuFigures], verdicts: Sequence[Verdict]) -> Verdict | None:
+def _verdict_on_all(gpus: Sequence[tuple[GpuFigures, Verdict]]) -> Verdict | None:
     """The verdict on the machine: that on its worst GPU. What is no news comes last, an idle GPU too."""
-    if len(verdicts) < 2:
-        return next(iter(verdicts), None)
-    by_gpu = list(zip(gpus, verdicts, strict=True))
-    gpu, worst = min(by_gpu, key=lambda one: (tone(one[1].word) == "none", WORDS.index(one[1].word)))
-    reason = f"GPU {gpu.index}: {worst.reason}"
-    idle = [str(other.index) for other, verdict in by_gpu if verdict.word == "idle" != worst.word]
+    if len(gpus) < 2:
+        return gpus[0][1] if gpus else None
+    gpu, worst = min(gpus, key=lambda one: (tone(one[1].word) == "none", WORDS.index(one[1].word)))
+    reason = f"GPU {gpu.last.index}: {worst.reason}"
+    idle = [str(other.last.index) for other, verdict in gpus if verdict.word == "idle" != worst.word]
     if idle:
         reason += f" GPU {', '.join(idle)}: idle."
     return Verdict(word=worst.word, reason=reason)
@@ -174,61 +158,62 @@ def _first(answers: _Answers) -> Verdict:
     return Verdict(word=word, reason=f"{reason}.")
 
 
-def _ask_host(host: HostFigures, samples: int) -> _Answers:
-    if samples < ENOUGH_SAMPLES:
-        yield _too_few(samples)
+def _ask_host(host: Figures) -> _Answers:
+    if host.samples < ENOUGH_SAMPLES:
+        yield _too_few(host)
     yield from _memory_full("host", host)
     yield "no GPU", f"no NVIDIA GPU was seen: only the host was measured{_beside(host)}"
 
 
-def _ask_gpu(gpu: GpuFigures, host: HostFigures, samples: int) -> _Answers:
-    activity = gpu.activity
-    if samples < ENOUGH_SAMPLES or activity is None:
-        yield _too_few(samples)
+def _ask_gpu(gpu: GpuFigures, host: Figures) -> _Answers:
+    mean_pct = gpu.activity.mean
+    if host.samples < ENOUGH_SAMPLES or mean_pct is None:
+        yield _too_few(host)
         return
-    average = f"{gpu.activity_name} averages {activity.mean:.0f}%"
-    is_low = activity.mean < LOW_MEAN_PCT
+    p5, p95 = (gpu.activity.quantile(q) or 0.0 for q in (0.05, 0.95))
+    average = f"{gpu.activity_name} averages {mean_pct:.0f}%"
+    is_low = mean_pct < LOW_MEAN_PCT
     yield from _memory_full("GPU", gpu)
     yield from _memory_full("host", host)
     for reason, pct in gpu.throttled_pct.items():
         if reason in HARMFUL_THROTTLES and pct >= THROTTLED_SHARE_PCT:
             yield "throttled", f"{reason} held the clocks down for {pct:.0f}% of the time"
-    if activity.p95 < IDLE_P95_PCT and not gpu.in_use:
+    if p95 < IDLE_P95_PCT and not gpu.in_use:
         yield "idle", f"{average}: nothing used the GPU"
-    yield from _wasteful(gpu, activity)
+    yield from _wasteful(gpu, mean_pct)
     for word, name, limit, words in HOST_LIMITS:
-        pct_seen = host.levels.mean(name)
+        pct_seen = host.levels[name].mean
         if is_low and pct_seen is not None and pct_seen >= limit:
             yield word, f"{words.format(pct_seen)} while {average}"
-    if activity.p95 >= SWING_P95_PCT and activity.p5 < SWING_P5_PCT:
-        swing = f"{gpu.activity_name} swings between {activity.p5:.0f}% (p5) and {activity.p95:.0f}% (p95)"
+    if p95 >= SWING_P95_PCT and p5 < SWING_P5_PCT:
+        swing = f"{gpu.activity_name} swings between {p5:.0f}% (p5) and {p95:.0f}% (p95)"
         idle = f"idle {gpu.idle_pct:.0f}% of the time, up to {gpu.longest_idle_s:.1f} s in a row"
         yield "fluctuating", f"{swing}: {idle}"
     if is_low:
         yield "starved", f"{average}: the GPU waits for work{_beside(host)}"
     stand_in = "" if gpu.has_gpm else " (a stand-in for SM active)"
-    spread = f"a fluctuation of {activity.deviation:.0f} points, idle {gpu.idle_pct:.0f}% of the time"
+    spread = f"a fluctuation of {gpu.activity.deviation:.0f} points, idle {gpu.idle_pct:.0f}% of the time"
     yield "healthy", f"{average}{stand_in} with {spread}"
 
 
-def _too_few(samples: int) -> tuple[str, str]:
-    return "not enough samples", f"{samples} of the {ENOUGH_SAMPLES} samples a verdict needs"
+def _too_few(host: Figures) -> tuple[str, str]:
+    return "not enough samples", f"{host.samples} of the {ENOUGH_SAMPLES} samples a verdict needs"
 
 
-def _memory_full(owner: str, figures: GpuFigures | HostFigures) -> _Answers:
+def _memory_full(owner: str, figures: GpuFigures | Figures) -> _Answers:
     used_pct = figures.levels.peak("memory_pct")
     if used_pct is not None and used_pct > MEMORY_FULL_PCT:
         yield "near out of memory", f"the {owner}'s memory was {used_pct:.1f}% full at its peak"
 
 
-def _wasteful(gpu: GpuFigures, activity: Stats) -> _Answers:
+def _wasteful(gpu: GpuFigures, mean_pct: float) -> _Answers:
     names = ("gpu_util_pct", "power_share_pct", "sm_clock_mhz")
-    util_pct, power_pct, clock = map(gpu.levels.mean, names)
+    util_pct, power_pct, clock = (gpu.levels[name].mean for name in names)
     waste = ""
-    if gpu.has_gpm and activity.mean < WASTEFUL_SM_PCT:
-        waste = f"SM active is {activity.mean:.0f}%"
+    if gpu.has_gpm and mean_pct < WASTEFUL_SM_PCT:
+        waste = f"SM active is {mean_pct:.0f}%"
     elif not gpu.has_gpm and power_pct is not None and power_pct < WASTEFUL_POWER_PCT:
-        top_mhz = gpu.sm_clock_max_mhz or 0.0
+        top_mhz = gpu.last.sm_clock_max_mhz or 0.0
         if clock is None or clock >= top_mhz * WASTEFUL_CLOCK_PCT / 100:
             waste = f"the GPU draws {power_pct:.0f}% of its power limit (a stand-in for SM active)"
     if waste and util_pct is not None and util_pct > WASTEFUL_UTIL_PCT:
@@ -236,9 +221,9 @@ def _wasteful(gpu: GpuFigures, activity: Stats) -> _Answers:
         yield "busy but wasteful", f"GPU-Util reads {util_pct:.0f}%, yet {waste}: {kernels}"
 
 
-def _beside(host: HostFigures) -> str:
+def _beside(host: Figures) -> str:
     """How full the host is."""
-    known = [words.format(pct) for words, name in BESIDE if (pct := host.levels.mean(name)) is not None]
+    known = [words.format(pct) for words, name in BESIDE if (pct := host.levels[name].mean) is not None]
     return f" ({', '.join(known)})" if known else ""
 
 
@@ -258,7 +243,7 @@ class _Target(NamedTuple):
 
 
 def _mean(name: str) -> Callable[[Any], float | None]:
-    return lambda figures: figures.levels.mean(name)
+    return lambda figures: figures.levels[name].mean
 
 
 def _peak(name: str) -> Callable[[Any], float | None]:
@@ -266,41 +251,33 @@ def _peak(name: str) -> Callable[[Any], float | None]:
 
 
 _ANY = math.inf
-_GPU_TARGETS = (
+_TARGETS = (
     _Target("sm", "SM active, mean", "at least 80%", "%", 80, _ANY, lambda gpu: gpu.work_pct),
     _Target("util", "GPU-Util, mean", "at least 85%", "%", 85, _ANY, _mean("gpu_util_pct")),
-    _Target("fluctuation", "fluctuation", "at most 10 points", " points", -_ANY, 10, lambda gpu: gpu.fluctuation_pct),
+    _Target(
+        "fluctuation", "fluctuation", "at most 10 points", " points", -_ANY, 10, lambda gpu: gpu.activity.deviation
+    ),
     _Target("memory", "GPU memory, peak", "70 to 90%", "%", 70, 90, _peak("memory_pct")),
     _Target("power", "power share, mean", "at least 80%", "%", 80, _ANY, _mean("power_share_pct")),
     _Target("temperature", "temperature, peak", "at most 85 °C", " °C", -_ANY, 85, _peak("temperature_c")),
+    _Target("cpu", "CPU, mean", "at most 90%", "%", -_ANY, 90, _mean("cpu_pct")),
 )
-_CPU_TARGET = _Target("cpu", "CPU, mean", "at most 90%", "%", -_ANY, 90, _mean("cpu_pct"))
 
 
-def _check_targets(gpus: Sequence[GpuFigures], host: HostFigures) -> Iterator[TargetResult]:
+def _check_targets(host: Figures) -> Iterator[TargetResult]:
     """Each target against each GPU, and the last against the host."""
-    for target in _GPU_TARGETS:
-        for gpu in gpus:
-            stand_in = target.name == "sm" and not gpu.has_gpm
-            yield _check(target, gpu, gpu.index, " (stand-in: power share)" if stand_in else "")
-    yield _check(_CPU_TARGET, host, None)
-
-
-def _check(target: _Target, figures: GpuFigures | HostFigures, gpu: int | None, remark: str = "") -> TargetResult:
-    value, met, margin = target.value(figures), None, None
-    if value is not None:
-        margin = min(value - target.at_least, target.at_most - value)
-        met = margin >= 0
-    return TargetResult(
-        name=target.name,
-        gpu=gpu,
-        what=target.what + remark,
-        wish=target.wish,
-        unit=target.unit,
-        value=value,
-        met=met,
-        margin=margin,
-    )
+    for name, what, wish, unit, at_least, at_most, value_of in _TARGETS:
+        for figures in [host] if name == "cpu" else host.gpus:
+            index, shown = None, what
+            if isinstance(figures, GpuFigures):
+                index = figures.last.index
+                if name == "sm" and not figures.has_gpm:
+                    shown += " (stand-in: power share)"
+            value, margin, met = value_of(figures), None, None
+            if value is not None:
+                margin = min(value - at_least, at_most - value)
+                met = margin >= 0
+            yield TargetResult(name, index, shown, wish, unit, value, met, margin)
 
 
 # In text. Lines are plain; color is added by `style_of` alone, so that a pipe, a log and NO_COLOR get the same words.
@@ -409,16 +386,17 @@ def _cells(gpu: GpuSample) -> list[Any]:
 
 def summary_lines(summary: TopSummary) -> Iterator[str]:
     """The summary, 80 columns wide."""
-    length = duration(1e3 * summary.seconds)
-    yield f"flatout top · {summary.hostname} · {length} · {count_of(summary.samples, 'sample')}"
+    host, verdict = summary.host, summary.verdict
+    length = duration(1e3 * host.seconds)
+    yield f"flatout top · {summary.hostname} · {length} · {count_of(host.samples, 'sample')}"
     yield ""
-    yield from textwrap.wrap(f"Verdict: {summary.verdict.word} – {summary.verdict.reason}", WIDTH)
+    yield from textwrap.wrap(f"Verdict: {verdict.word} – {verdict.reason}", WIDTH)
     yield ""
     if len(summary.gpus) == 1:
-        yield from (*_gpu_table(summary.gpus[0].figures), "")
+        yield from (*_gpu_table(summary.gpus[0][0]), "")
     elif summary.gpus:
         yield from (*_gpus_table(summary.gpus), "")
-    yield from _host_table(summary.host)
+    yield from _host_table(host)
     yield ""
     yield "Targets"
     for name in dict.fromkeys(result.name for result in summary.targets):
@@ -436,13 +414,13 @@ def style_of(line: str) -> str:
 
 
 def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
-    yield _header(f"GPU {gpu.index} · {gpu.name}")
+    yield _header(f"GPU {gpu.last.index} · {gpu.last.name}")
     yield _row(gpu.activity_name, "%", gpu.activity)
     if not gpu.has_gpm:
-        yield _row("power share, as there is no SM active", "%", gpu.levels.get("power_share_pct"))
+        yield _row("power share, as there is no SM active", "%", gpu.levels["power_share_pct"])
     others = (reading for reading in shown_in("summary", GPU_READINGS) if reading.label != gpu.activity_name)
-    yield from _rows(others, gpu)
-    if gpu.activity is not None:
+    yield from _rows(others, gpu.levels, gpu.last)
+    if gpu.activity.count:
         idle = f"idle {gpu.idle_pct:.0f}% of the time, longest {gpu.longest_idle_s:.1f} s"
         line = f"  fluctuation {gpu.activity.deviation:.1f} points, {idle}"
         if gpu.energy_j is not None:
@@ -453,52 +431,48 @@ def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
             yield f"  clocks held back by {reason}: {pct:.0f}% of the time"
 
 
-def _gpus_table(gpus: Sequence[GpuSummary]) -> Iterator[str]:
+def _gpus_table(gpus: Sequence[tuple[GpuFigures, Verdict]]) -> Iterator[str]:
     """Several GPUs, a row each; every figure of each is in the JSON."""
     yield "GPU active   sd util idle   mem   power   heat  verdict"
-    for one in gpus:
-        gpu, levels = one.figures, one.figures.levels
-        deviation = amount(gpu.fluctuation_pct, "").strip()
-        line = f"{gpu.index:>3}{percent(getattr(gpu.activity, 'mean', None)):>7}{deviation:>5}"
-        line += f"{percent(levels.mean('gpu_util_pct')):>5}{percent(gpu.idle_pct):>5}"
-        line += f"{percent(levels.peak('memory_pct')):>6}{amount(levels.mean('power_w'), 'W'):>8}"
-        line += f"{amount(levels.peak('temperature_c'), '°C'):>7}"
-        yield f"{line}  {one.verdict.word}"
-    names = {one.figures.activity_name for one in gpus}
+    for gpu, verdict in gpus:
+        deviation = amount(gpu.activity.deviation, "").strip()
+        line = f"{gpu.last.index:>3}{percent(gpu.activity.mean):>7}{deviation:>5}"
+        line += f"{percent(gpu.levels['gpu_util_pct'].mean):>5}{percent(gpu.idle_pct):>5}"
+        line += f"{percent(gpu.levels.peak('memory_pct')):>6}{amount(gpu.levels['power_w'].mean, 'W'):>8}"
+        line += f"{amount(gpu.levels.peak('temperature_c'), '°C'):>7}"
+        yield f"{line}  {verdict.word}"
+    names = {gpu.activity_name for gpu, _ in gpus}
     yield f"  active: {' or '.join(sorted(names))}, mean; mem and heat: peak"
 
 
-def _host_table(host: HostFigures) -> Iterator[str]:
-    cores, workers, title = host.cores_allowed or host.cores, host.levels.get("workers"), "Host"
+def _host_table(host: Figures) -> Iterator[str]:
+    cores, workers, title = host.cores_allowed or host.cores, host.levels["workers"].quantile(0.5), "Host"
     if cores:
         title += f" · {cores:g} cores"
-    if workers:
-        title += f" · {count_of(round(workers.p50), 'worker')}"
+    if workers is not None:
+        title += f" · {count_of(round(workers), 'worker')}"
     yield _header(title)
-    yield from _rows(shown_in("summary", HOST_READINGS), host)
+    yield from _rows(shown_in("summary", HOST_READINGS), host.levels, host)
 
 
 def _header(title: str) -> str:
     return f"{title:<36}{'mean':>8}{'sd':>8}{'p5':>8}{'p50':>8}{'p95':>8}"
 
 
-def _rows(readings: Iterable[Reading], figures: GpuFigures | HostFigures) -> Iterator[str]:
+def _rows(readings: Iterable[Reading], levels: Levels, limits: object) -> Iterator[str]:
+    """Those that were seen; `limits` holds the most that each can be."""
     for reading in readings:
-        unit, most = reading.unit, getattr(figures, reading.limit or "_", None)
-        if most and unit == "%":
-            unit += f" of {amount(most, 'GiB')}"
-        elif most:
-            unit += f" of {in_unit(most, unit)}"
-        if reading.name in figures.levels:
-            yield _row(reading.label, unit, figures.levels[reading.name])
+        unit, most = reading.unit, getattr(limits, reading.limit or "_", None)
+        if most:
+            unit += f" of {amount(most, 'GiB') if unit == '%' else in_unit(most, unit)}"
+        if levels[reading.name].count:
+            yield _row(reading.label, unit, levels[reading.name])
 
 
-def _row(label: str, unit: str, stats: Stats | None) -> str:
-    cells = ["–"]
-    if stats is not None:
-        values = (stats.mean, stats.deviation, stats.p5, stats.p50, stats.p95)
-        cells = [in_unit(value, unit.partition(" ")[0]) for value in values]
-    return f"  {f'{label}, {unit}':<34}" + "".join(cell.rjust(8) for cell in cells)
+def _row(label: str, unit: str, seen: Sketch) -> str:
+    values = (seen.mean, seen.deviation, *map(seen.quantile, QUANTILES))
+    cells = [in_unit(value, unit.partition(" ")[0]) for value in values if value is not None]
+    return f"  {f'{label}, {unit}':<34}" + "".join(cell.rjust(8) for cell in cells or "–")
 
 
 def _target_line(results: Sequence[TargetResult]) -> str:

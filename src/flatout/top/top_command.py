@@ -27,7 +27,7 @@ from flatout.model.errors import GateFailed, UsageError
 from flatout.model.records import SCHEMA, to_json
 from flatout.sample import budget
 from flatout.sample.hardware import Sampler
-from flatout.top.figures import FigureBuilder
+from flatout.top.figures import Figures
 from flatout.top.sample_source import SampleSource, Stop, live, replay
 from flatout.top.summary import CsvTable, TopSummary, line_of, reading_lines, style_of, sum_up, summary_lines
 from flatout.trace import Note, Sample, TraceWriter
@@ -124,7 +124,7 @@ class _Watch:
     def __init__(self, options: TopOptions, source: SampleSource, stack: ExitStack) -> None:
         self._options = options
         self._source = source
-        self._figures = FigureBuilder(cores_allowed=source.cores_allowed)
+        self._figures = Figures(cores_allowed=source.cores_allowed)
         self._notes_written = 0
         self._last: Sample | None = None
         self._writer: TraceWriter | None = None
@@ -263,12 +263,13 @@ def _ask_gate(summary: TopSummary, least_pct: float) -> None:
     """Every GPU that was watched must have done at least this much."""
     if not summary.gpus:
         raise GateFailed(f"--fail-below {least_pct:g}: no GPU was measured")
-    for gpu in (one.figures for one in summary.gpus):
-        if gpu.work_pct is None:
-            raise GateFailed(f"--fail-below {least_pct:g}: what GPU {gpu.index} did could not be measured")
-        if gpu.work_pct < least_pct:
+    for gpu, _ in summary.gpus:
+        work_pct, name = gpu.work_pct, f"GPU {gpu.last.index}"
+        if work_pct is None:
+            raise GateFailed(f"--fail-below {least_pct:g}: what {name} did could not be measured")
+        if work_pct < least_pct:
             what = "SM active" if gpu.has_gpm else "power share (standing in for SM active)"
-            raise GateFailed(f"GPU {gpu.index}: mean {what} is {gpu.work_pct:.1f}%, below the {least_pct:g}% asked for")
+            raise GateFailed(f"{name}: mean {what} is {work_pct:.1f}%, below the {least_pct:g}% asked for")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from textual.widgets import Footer, Static
 
 from flatout.model.formatting import GPU_READINGS, Reading, count_of, duration, printable, shown_in
 from flatout.model.records import share_pct
-from flatout.top.figures import FigureBuilder, cpu_budget_pct, work_pct
+from flatout.top.figures import Figures, cpu_budget_pct, work_pct
 from flatout.top.sample_source import SampleSource, Stop
 from flatout.top.summary import STYLES, Verdict, amount, percent, size, sum_up, tone
 from flatout.trace import GpuSample, ProcessSample, Sample
@@ -195,7 +195,7 @@ class TopView(App[None]):
         now_s = self.samples[-1].time_s
         if self._verdict is None or now_s - self._verdict_s >= VERDICT_EVERY_S:
             recent = (sample for sample in self.samples if now_s - sample.time_s < VERDICT_OVER_S)
-            self._verdict = sum_up(FigureBuilder(recent, cores_allowed=self._source.cores_allowed)).verdict
+            self._verdict = sum_up(Figures(recent, cores_allowed=self._source.cores_allowed)).verdict
             self._verdict_s = now_s
         verdict = self._verdict
         return Text.assemble((verdict.word, STYLES[tone(verdict.word)]), (f"  {verdict.reason}", "dim"))

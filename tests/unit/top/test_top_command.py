@@ -65,7 +65,7 @@ def test_ctrl_c_ends_with_the_summary(top, machine, capsys: pytest.CaptureFixtur
 
     here.sleep = press
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert top(here).samples == 4
+    assert top(here).host.samples == 4
     assert "Verdict: healthy" in capsys.readouterr().out
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -166,7 +166,7 @@ def test_a_recording_sums_up_to_what_was_seen_live(top, machine, tmp_path: Path,
     replayed = top(replay_from=tmp_path / "run")
     # THEN nothing is lost, and only the summary is printed
     assert _rounded(replayed) == _rounded(seen)
-    assert seen.notes == ("this GPU is old",)
+    assert seen.notes == ["this GPU is old"]
     assert capsys.readouterr().out.startswith("flatout top · ")
     assert len(read(tmp_path / "run").samples[seen.hostname]) == 30
 
@@ -272,7 +272,7 @@ def test_a_terminal_of_20_columns(top, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"needs at least 60 columns and 20 lines .* use --duration, or pipe"):
         top(terminal=(20, 24), record_to=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
-    assert top(terminal=(20, 24), duration_s=3.0).samples == 3
+    assert top(terminal=(20, 24), duration_s=3.0).host.samples == 3
 
 
 def test_without_textual_it_says_what_to_install_and_goes_on_in_text(
@@ -284,7 +284,7 @@ def test_without_textual_it_says_what_to_install_and_goes_on_in_text(
     with pytest.raises(UsageError, match=r"needs Textual: pip install 'flatout\[top\]'. Without it: flatout top --dur"):
         top(terminal=(80, 24), record_to=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
-    assert top(terminal=(80, 24), duration_s=3.0).samples == 3
+    assert top(terminal=(80, 24), duration_s=3.0).host.samples == 3
 
 
 def test_every_field_and_column_is_in_the_guide(top, machine, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_it_runs_on_a_thread_that_may_not_handle_signals(top) -> None:
     thread = threading.Thread(target=lambda: found.append(top(duration_s=3.0)))
     thread.start()
     thread.join()
-    assert found[0].samples == 3
+    assert found[0].host.samples == 3
 
 
 def _rounded(summary: TopSummary) -> Any:

@@ -12,19 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.top.figures import FigureBuilder, GpuFigures, Stats, cpu_budget_pct
+from flatout.top.figures import Figures, GpuFigures, cpu_budget_pct
 from flatout.trace import DiskSample, Sample
 
 Make = Callable[..., Sample]
 
 
 def figures_of(samples: list[Sample]) -> GpuFigures:
-    return FigureBuilder(samples).gpus()[0]
-
-
-def activity_of(gpu: GpuFigures) -> Stats:
-    assert gpu.activity is not None
-    return gpu.activity
+    return Figures(samples).gpus[0]
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=50)
@@ -39,8 +34,8 @@ def test_agree_with_a_sum_by_hand(make_sample: Make, seconds: list[list[float]])
     spread = (sum((pulse - mean) ** 2 * s for pulse, s in weighted) / len(seconds)) ** 0.5
     idle_s = sum(s for pulse, s in weighted if pulse < 5)
     stretches = [sum(s for _, s in run) for is_idle, run in groupby(weighted, lambda w: w[0] < 5) if is_idle]
-    assert activity_of(gpu).mean == pytest.approx(mean, abs=0.5)
-    assert gpu.fluctuation_pct == pytest.approx(spread, abs=0.5)
+    assert gpu.activity.mean == pytest.approx(mean, abs=0.5)
+    assert gpu.activity.deviation == pytest.approx(spread, abs=0.5)
     assert gpu.idle_pct == pytest.approx(100 * idle_s / len(seconds))
     assert gpu.longest_idle_s == pytest.approx(max(stretches, default=0.0))
 
@@ -48,7 +43,7 @@ def test_agree_with_a_sum_by_hand(make_sample: Make, seconds: list[list[float]])
 def test_a_thinned_sample_counts_for_the_time_it_stands_for(make_sample: Make) -> None:
     short = make_sample(1.0, sm=10, pulses=(10.0,))
     long = make_sample(10.0, sm=90, pulses=(90.0,), interval_s=9.0)
-    assert activity_of(figures_of([short, long])).mean == pytest.approx(82)
+    assert figures_of([short, long]).activity.mean == pytest.approx(82)
 
 
 def test_an_idle_stretch_goes_on_over_samples(make_sample: Make) -> None:
@@ -59,8 +54,8 @@ def test_an_idle_stretch_goes_on_over_samples(make_sample: Make) -> None:
 
 def test_without_pulses_the_mean_of_the_sample_counts(make_sample: Make) -> None:
     gpu = figures_of([make_sample(1.0, sm=20, util=99), make_sample(2.0, sm=40, util=99)])
-    assert activity_of(gpu).mean == pytest.approx(30)
-    assert gpu.fluctuation_pct == pytest.approx(10)
+    assert gpu.activity.mean == pytest.approx(30)
+    assert gpu.activity.deviation == pytest.approx(10)
 
 
 def test_a_gpm_reading_counts_for_the_samples_without_one_before_it(make_sample: Make) -> None:
@@ -72,7 +67,7 @@ def test_a_gpm_reading_counts_for_the_samples_without_one_before_it(make_sample:
     gpu = figures_of(samples)
     # THEN GPU-Util never stands in for SM active, and no time is lost
     assert gpu.activity_name == "SM active"
-    assert activity_of(gpu).mean == pytest.approx(50)
+    assert gpu.activity.mean == pytest.approx(50)
     assert gpu.longest_idle_s == pytest.approx(1.5)
 
 
@@ -81,13 +76,13 @@ def test_without_gpm_power_stands_in_for_work_but_never_above_util(make_sample: 
     gpu = figures_of([make_sample(1.0, util=90, pulses=(90.0,)), make_sample(2.0, util=0, pulses=(0.0,))])
     assert not gpu.has_gpm
     assert gpu.activity_name == "GPU-Util"
-    assert activity_of(gpu).mean == pytest.approx(45)
+    assert gpu.activity.mean == pytest.approx(45)
     assert gpu.work_pct == pytest.approx(25)
 
 
 def test_a_gpu_that_vanishes_keeps_what_was_seen_of_it(make_sample: Make) -> None:
-    first, second = FigureBuilder([make_sample(1.0, sm=80, gpus=2), make_sample(2.0, sm=60, gpus=1)]).gpus()
-    assert (activity_of(first).mean, activity_of(second).mean) == (70, 80)
+    first, second = Figures([make_sample(1.0, sm=80, gpus=2), make_sample(2.0, sm=60, gpus=1)]).gpus
+    assert (first.activity.mean, second.activity.mean) == (70, 80)
 
 
 def test_energy_follows_the_counter_and_power_where_it_stands_still(make_sample: Make) -> None:
@@ -124,7 +119,7 @@ def test_the_host_in_figures(make_sample: Make) -> None:
         DiskSample(name=n, read_bytes_s=1e6, write_bytes_s=0.0, busy_pct=b) for n, b in (("a", 20.0), ("b", 70.0))
     )
     sample = make_sample(cpu=40.0, trainer_cpu=90.0, workers=4, host={"disks": disks, "iowait_pct": 3.0})
-    host = FigureBuilder([sample], cores_allowed=16.0).host()
+    host = Figures([sample], cores_allowed=16.0)
     expected = {
         "disk_busy_pct": 70,
         "disk_read_bytes_s": 2e6,
@@ -135,7 +130,7 @@ def test_the_host_in_figures(make_sample: Make) -> None:
         "memory_pct": 25,
         "iowait_pct": 3,
     }
-    assert {name: host.levels.mean(name) for name in expected} == expected
+    assert {name: host.levels[name].mean for name in expected} == expected
     assert host.cores == 16
 
 
@@ -146,16 +141,16 @@ def test_throttling_is_a_share_of_the_time(make_sample: Make) -> None:
 
 def test_quantiles_are_right_to_two_per_cent(make_sample: Make) -> None:
     values = [random.Random(7).uniform(0, 100) for _ in range(400)]
-    activity = activity_of(figures_of([make_sample(float(t), sm=v) for t, v in enumerate(values)]))
+    activity = figures_of([make_sample(float(t), sm=v) for t, v in enumerate(values)]).activity
     quantiles = statistics.quantiles(values, n=20, method="inclusive")
-    assert activity.p5 == pytest.approx(quantiles[0], rel=0.02, abs=0.3)
-    assert activity.p50 == pytest.approx(quantiles[9], rel=0.02, abs=0.5)
-    assert activity.p95 == pytest.approx(quantiles[18], rel=0.02, abs=0.5)
+    assert activity.quantile(0.05) == pytest.approx(quantiles[0], rel=0.02, abs=0.3)
+    assert activity.quantile(0.5) == pytest.approx(quantiles[9], rel=0.02, abs=0.5)
+    assert activity.quantile(0.95) == pytest.approx(quantiles[18], rel=0.02, abs=0.5)
 
 
 def test_memory_does_not_grow_with_the_run(make_sample: Make) -> None:
     chance = random.Random(1)
-    builder = FigureBuilder()
+    builder = Figures()
 
     def feed(count: int) -> int:
         for _ in range(count):

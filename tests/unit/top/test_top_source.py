@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatout.model.errors import FlatoutError
-from flatout.top.figures import FigureBuilder
+from flatout.top.figures import Figures
 from flatout.top.sample_source import SampleSource, Stop, live, replay
 from flatout.trace import Sample
 
@@ -64,9 +64,9 @@ def test_a_load_switched_on_and_off_shows_its_true_fluctuation(machine, phase_s:
         return 96.0 if (t + phase_s) % 4 < 2 else 0.0
 
     here = machine(square, has_gpm=has_gpm)
-    (gpu,) = FigureBuilder(watched(here, duration_s=60.0).samples(here.stop())).gpus()
+    (gpu,) = Figures(watched(here, duration_s=60.0).samples(here.stop())).gpus
     # THEN its standard deviation, 48 points, is found to within a tenth; its idle times to a pulse at either end
-    assert gpu.fluctuation_pct == pytest.approx(48, rel=0.1)
+    assert gpu.activity.deviation == pytest.approx(48, rel=0.1)
     assert gpu.idle_pct == pytest.approx(50, abs=6.3)
     assert gpu.longest_idle_s == pytest.approx(2, abs=0.51)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout.top.figures import FigureBuilder
+from flatout.top.figures import Figures
 from flatout.top.summary import TargetResult, sum_up
 from flatout.trace import Sample
 
@@ -14,7 +14,7 @@ Make = Callable[..., Sample]
 
 
 def check(*samples: Sample) -> dict[tuple[str, int | None], TargetResult]:
-    return {(result.name, result.gpu): result for result in sum_up(FigureBuilder(samples)).targets}
+    return {(result.name, result.gpu): result for result in sum_up(Figures(samples)).targets}
 
 
 def test_met_or_missed_and_by_how_much(make_sample: Make) -> None:

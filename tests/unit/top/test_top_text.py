@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout.top.figures import FigureBuilder
+from flatout.top.figures import Figures
 from flatout.top.summary import TopSummary, line_of, reading_lines, size, style_of, sum_up, summary_lines
 from flatout.trace import DiskSample, Sample
 
@@ -16,7 +16,7 @@ Make = Callable[..., Sample]
 
 
 def summed(*samples: Sample, notes: tuple[str, ...] = ()) -> TopSummary:
-    return sum_up(FigureBuilder(samples, cores_allowed=16.0), hostname="node-1", notes=notes)
+    return sum_up(Figures(samples, cores_allowed=16.0), hostname="node-1", notes=notes)
 
 
 def test_a_line_a_sample(make_sample: Make) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from flatout.model.formatting import HARMFUL_THROTTLES
 from flatout.sample.gpu import THROTTLE_REASONS
-from flatout.top.figures import FigureBuilder
+from flatout.top.figures import Figures
 from flatout.top.summary import WORDS, TopSummary, Verdict, sum_up
 from flatout.trace import DiskSample, Sample
 
@@ -18,7 +18,7 @@ Make = Callable[..., Sample]
 
 
 def summed(samples: list[Sample]) -> TopSummary:
-    return sum_up(FigureBuilder(samples, cores_allowed=16.0))
+    return sum_up(Figures(samples, cores_allowed=16.0))
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_machine_is_judged_by_its_worst_gpu(make_sample: Make) -> None:
         return dataclasses.replace(base, gpus=gpus)
 
     summary = summed([sample(float(t)) for t in range(5)])
-    assert [gpu.verdict.word for gpu in summary.gpus] == ["healthy", "starved", "idle"]
+    assert [verdict.word for _, verdict in summary.gpus] == ["healthy", "starved", "idle"]
     assert summary.verdict.word == "starved"
     assert summary.verdict.reason.startswith("GPU 1: SM active averages 40%")
     assert summary.verdict.reason.endswith("GPU 2: idle.")
