@@ -23,7 +23,6 @@ import torch
 import torch.utils.data.dataloader as torch_loader
 
 from flatout.inside import run_facts
-from flatout.inside.attention import AttentionWatch
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.loader_workers import Meters
 from flatout.inside.patches import Patches, Stage
@@ -31,24 +30,20 @@ from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
 from flatout.inside.stacks import StackSampler, called_from, in_words, raised_at
 from flatout.inside.timing import CudaClock, LossReader, Timing
-from flatout.inside.tokens import TokenCounts
 from flatout.launch.protocol import RANK, Options, answer, is_asked
 from flatout.model.errors import FlatoutError, TraceError
-from flatout.model.frameworks import framework_of
-from flatout.model.records import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost, ParallelFacts
+from flatout.model.records import GradientExchange, OptimizerFacts, OwnCost, ParallelFacts
 from flatout.redact import redact_text
 from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
 from flatout.trace.downsample import LightSteps
 
 if TYPE_CHECKING:
-    from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
     from flatout.inside.changes.applied import Applied
     from flatout.inside.live import LiveTurns
     from flatout.inside.start import Settings
     from flatout.inside.trial import BoundedRun, Ceiling
     from flatout.inside.xray import XraySchedule
 
-_WATCHED_FOR = 200  # batches
 _FIRST_FACTS_AT_STEP, _FACTS_EVERY_TIMES = 3, 10
 _LOOK_EVERY_STEPS = 16
 _RECORDINGS = 1000
@@ -133,7 +128,7 @@ class Recording:
         self.settings = settings
         self.closed = False
         self.next_look = 0  # the step after which `step_ended` is to be called next
-        self.loaders = LoaderNotes()
+        self.loaders = run_facts.LoaderNotes()
         self.autocast: set[str] = set()  # the types of mixed precision that were seen
         self._writer: TraceWriter | None = None
         self._early: list[Step | LightSteps] = []
@@ -158,7 +153,7 @@ class Recording:
         self._time = process.patches.subscriber(Stage.TIME, self._fail)
         self.timing = Timing(self._time, process.roots, self.recorder, self)
         self.timing.install()
-        self.attention = AttentionWatch(process.patches)
+        self.attention = run_facts.AttentionWatch(process.patches)
         self._time.on_leaving(self.attention.leave)
         if options.trial is not None:  # the changes that it tries may compile
             self.attention.leave()
@@ -384,82 +379,6 @@ class Recording:
     def _take_off(self) -> None:
         self.stacks.stop()
         self._time.leave()
-
-
-@dataclasses.dataclass(repr=False, eq=False)
-class _WatchedData:
-    """A dataset that the training process reads itself: what its loop writes to in it, and what samples fill."""
-
-    check: DatasetCheck
-    growth: CacheGrowth | None = None  # where it is known how many samples a batch has
-    samples: int = 1
-
-
-class LoaderNotes:
-    """What is known of the loaders of a run, by number."""
-
-    def __init__(self) -> None:
-        self._facts: dict[int, LoaderFacts] = {}
-        self._passes: dict[int, int] = {}
-        self._seen: dict[int, dict[str, str]] = {}  # by loader: `written` and `fills`
-        self.watched: dict[int, _WatchedData] = {}
-        self.tokens = TokenCounts()
-
-    def pass_begins(self, number: int, loader: Any) -> None:
-        """A loader is about to begin a pass."""
-        framework = framework_of(type(loader).__module__, called_from)
-        self._facts[number] = dataclasses.replace(run_facts.loader_facts(loader), framework=framework)
-        self._passes[number] = self._passes.get(number, 0) + 1
-        if loader.num_workers == 0 and self._passes[number] == 1:
-            from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
-
-            samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-            self.watched[number] = watch = _WatchedData(DatasetCheck(loader.dataset, loader.collate_fn))
-            if isinstance(samples, int) or loader.batch_sampler is None:
-                watch.growth, watch.samples = CacheGrowth(loader.dataset), samples or 1
-            weakref.finalize(loader, self.watched.pop, number, None).atexit = False
-
-    def before_batch(self, number: int) -> None:
-        """A loader that is watched is about to be asked for a batch."""
-        watch = self.watched.get(number)
-        if watch is None:
-            return
-        written = watch.check.changed()
-        if written:
-            self._seen.setdefault(number, {})["written"] = written
-        if written or watch.check.looked >= _WATCHED_FOR:
-            self.watched.pop(number, None)
-
-    def after_batch(self, number: int) -> None:
-        """It has given one."""
-        watch = self.watched.get(number)
-        if watch is None:
-            return
-        watch.check.renew()  # what samples leave behind is not the loop's doing
-        filled = watch.growth is not None and watch.growth.after_batch(watch.samples)
-        if filled:
-            self._seen.setdefault(number, {})["fills"] = filled
-
-    def batches_ready(self, train_loaders: set[int]) -> int:
-        """How many batches lay ready at the start, where workers had time to load."""
-        known = [self._facts[number] for number in train_loaders if number in self._facts]
-        return max((run_facts.batches_ahead(facts) for facts in known), default=0)
-
-    def kinds(self, train_loaders: set[int]) -> tuple[LoaderFacts, ...]:
-        """One of those that are alike."""
-        alike: dict[str, list[int]] = {}
-        for number, facts in self._facts.items():
-            alike.setdefault(str(facts), []).append(number)
-        return tuple(self._kind(numbers, train_loaders) for numbers in alike.values())
-
-    def _kind(self, numbers: list[int], train_loaders: set[int]) -> LoaderFacts:
-        seen: Any = {}
-        for number in numbers:
-            seen = {**self._seen.get(number, {}), **seen}
-        trains = not train_loaders.isdisjoint(numbers)
-        made_anew = len(numbers) > 1 == max(self._passes[number] for number in numbers)
-        tokens = next((known for number in numbers if (known := self.tokens.of(number)) is not None), None)
-        return dataclasses.replace(self._facts[numbers[0]], trains=trains, made_anew=made_anew, tokens=tokens, **seen)
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -56,13 +56,18 @@ class Shadows:
             return None
         path = _under(os.fsdecode(path), dir_fd)
         if not path.startswith("/"):
-            path = f"{os.getcwd()}/{path}"  # noqa: PTH109
+            path = f"{os.getcwd()}/{path}"
         above, last = os.path.split(path.rstrip("/"))
         if last in ("", ".", ".."):
             name = self._folder(path)
         else:
             name = f"{self._folder(above).rstrip('/')}/{last}"
         return name if self._covers(name) else None
+
+    def place(self, path: Any, find: Callable[[str], str]) -> Any:
+        """The same path, or where `find` says that it is if it is covered."""
+        name = self.of(path)
+        return path if name is None else find(name)
 
     def _covers(self, name: str) -> bool:
         inside = (name + "/").startswith
@@ -85,8 +90,8 @@ class Shadows:
         if not self._covers(name):  # a link to what is not covered
             return name
         if not _exists(shadow):
-            if self._sees(os.path.dirname(name), _is_folder):  # noqa: PTH120
-                _make_folders(os.path.dirname(shadow))  # noqa: PTH120
+            if self._sees(os.path.dirname(name), _is_folder):
+                _make_folders(os.path.dirname(shadow))
             if copy and not self._is_removed(name):
                 if _is_folder(name):
                     _make_folders(shadow)
@@ -94,7 +99,7 @@ class Shadows:
                     shutil.copyfile(name, shadow)
         return shadow
 
-    def open(self, name: str, mode: str) -> str:
+    def open(self, mode: str, name: str) -> str:
         """Where to open it in such a mode."""
         if any(letter in mode for letter in "wax+"):
             return self.write(name, copy="w" not in mode, new="x" in mode)
@@ -120,7 +125,7 @@ class Shadows:
         while left:
             part = left.pop()
             if part == "..":
-                place = os.path.dirname(place)  # noqa: PTH120
+                place = os.path.dirname(place)
             elif part not in ("", "."):
                 above, place = place, f"{place.rstrip('/')}/{part}"
                 target = self._link(place) if links < _MOST_LINKS else None
@@ -145,7 +150,7 @@ class Shadows:
             target = self._link(name)
             if target is None:
                 return name
-            name = self._without_links(os.path.join(os.path.dirname(name), target))  # noqa: PTH118, PTH120
+            name = self._without_links(os.path.join(os.path.dirname(name), target))
         raise _problem(errno.ELOOP, name)
 
     def remove(self, name: str, how: Callable[[str], None] = _remove) -> None:
@@ -182,7 +187,7 @@ class Shadows:
             shutil.rmtree(source)
         else:
             shutil.copyfile(source, there, follow_symlinks=False)
-            os.remove(source)  # noqa: PTH107
+            os.remove(source)
         self._known.clear()
 
     def link(self, source: str, target: str) -> None:
@@ -289,8 +294,9 @@ def redirect_torch(torch: Any, sandbox: Sandbox) -> None:
 
     @functools.wraps(save)
     def save_redirected(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        name = shadows.of(f) if isinstance(f, str | os.PathLike) else None
-        return save(obj, f if name is None else shadows.write(name), *args, **kwargs)
+        if isinstance(f, str | os.PathLike):
+            f = shadows.place(f, shadows.write)
+        return save(obj, f, *args, **kwargs)
 
     torch.save = torch.serialization.save = save_redirected
 
@@ -299,13 +305,8 @@ def redirect_safetensors(module: Any, sandbox: Sandbox) -> None:
     """safetensors reads and writes its files in Rust."""
     shadows = Shadows(sandbox)
     save, load = module.save_file, module.load_file
-
-    def redirected(find: Callable[[str], str], path: Any) -> Any:
-        name = shadows.of(path)
-        return path if name is None else find(name)
-
-    module.save_file = lambda tensors, filename, *a, **k: save(tensors, redirected(shadows.write, filename), *a, **k)
-    module.load_file = lambda filename, *a, **k: load(redirected(shadows.read, filename), *a, **k)
+    module.save_file = lambda tensors, filename, *a, **k: save(tensors, shadows.place(filename, shadows.write), *a, **k)
+    module.load_file = lambda filename, *a, **k: load(shadows.place(filename, shadows.read), *a, **k)
 
 
 def _elsewhere(function: Any, find: Callable[..., str], name: str, *args: Any, **kwargs: Any) -> Any:
@@ -335,8 +336,7 @@ def _redirected(function: Any, shadows: Shadows, covered: Callable[..., Any], *,
 def _open_redirected(shadows: Shadows) -> Any:
     @functools.wraps(_open)
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        name = shadows.of(file)
-        return _open(file if name is None else shadows.open(name, mode), mode, *args, **kwargs)
+        return _open(shadows.place(file, functools.partial(shadows.open, mode)), mode, *args, **kwargs)
 
     return redirected
 
@@ -348,8 +348,8 @@ def _file_io_redirected(shadows: Shadows) -> Any:
 
     class FileIO(_FileIO, metaclass=Kind):  # type: ignore[misc, valid-type]
         def __init__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-            name = shadows.of(file)
-            super().__init__(file if name is None else shadows.open(name, mode), mode, *args, **kwargs)
+            place = shadows.place(file, functools.partial(shadows.open, mode))
+            super().__init__(place, mode, *args, **kwargs)
 
     return FileIO
 
@@ -387,18 +387,7 @@ def _under(path: str, dir_fd: int | None) -> str:
     """A path, relative to an open folder where one is given."""
     if dir_fd is None:
         return path
-    return os.path.join(f"/proc/self/fd/{dir_fd}", path)  # noqa: PTH118
-
-
-def _with_second(function: Any, shadows: Shadows) -> Any:
-    @functools.wraps(function)
-    def redirected(src: Any, dst: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        name = shadows.of(dst, dir_fd)
-        if name is None:
-            return function(src, dst, *args, dir_fd=dir_fd, **kwargs)
-        return shadows.symlink(src, name)
-
-    return redirected
+    return os.path.join(f"/proc/self/fd/{dir_fd}", path)
 
 
 def _problem(number: int, name: str) -> OSError:
@@ -430,7 +419,7 @@ def _is_folder(name: str) -> bool:
 
 def _make_folders(name: str) -> None:
     if not _is_folder(name):
-        _make_folders(os.path.dirname(name))  # noqa: PTH120
+        _make_folders(os.path.dirname(name))
         try:
             _mkdir(name)
         except FileExistsError:

@@ -50,7 +50,7 @@ EVERY_HOOK = [
     *methods(recorder.Recorder, "optimizer_begins", "optimizer_ended", "set_kind", "finish", "_cut", "_send", "_close"),
     *methods(recording.Recording, "loader_seen", "backward_begins", "step_ended"),
     *methods(recording.Recording, "_open_trace", "_write_facts", "_emit", "own_cost"),
-    *methods(recording.LoaderNotes, "pass_begins", "before_batch", "after_batch", "kinds"),
+    *methods(run_facts.LoaderNotes, "pass_begins", "before_batch", "after_batch", "kinds"),
     *methods(root_modules.RootModules, "find", "_time_module", "_note"),
     *methods(timing.Timing, "_number_of", "_written"),
     *methods(timing.LossReader, "take", "read"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flatout.inside.attention import AttentionWatch
 from flatout.inside.patches import Patches
+from flatout.inside.run_facts import AttentionWatch
 from flatout.model.records import WrittenAttention
 
 SOFTMAX = torch.softmax, torch.Tensor.softmax, functional.softmax
@@ -19,7 +19,7 @@ SQUARE = torch.zeros(2, 160, 160)
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionWatch]:
-    monkeypatch.setattr("flatout.inside.attention.compiled_frames", lambda: 0)  # other tests of this process compile
+    monkeypatch.setattr("flatout.inside.run_facts.compiled_frames", lambda: 0)  # other tests of this process compile
     made = AttentionWatch(Patches())
     yield made
     made.leave()
@@ -104,7 +104,7 @@ def scripted(scores: torch.Tensor) -> torch.Tensor:
 
 
 def test_where_something_is_compiled_it_does_not_look(watch: AttentionWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.inside.attention.compiled_frames", lambda: 1)
+    monkeypatch.setattr("flatout.inside.run_facts.compiled_frames", lambda: 1)
     watch.step_ended()
     assert_put_back()
 
@@ -112,7 +112,7 @@ def test_where_something_is_compiled_it_does_not_look(watch: AttentionWatch, mon
 def test_what_goes_wrong_ends_the_looking_and_not_the_call(
     watch: AttentionWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatout.inside.attention.caller", lambda: 1 / 0)
+    monkeypatch.setattr("flatout.inside.run_facts.caller", lambda: 1 / 0)
     watch.step_ended()
     assert torch.softmax(SQUARE, -1).shape == SQUARE.shape
     assert_put_back()

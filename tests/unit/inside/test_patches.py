@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout import cli
 from flatout.inside import start
-from flatout.inside.attention import AttentionWatch
 from flatout.inside.patches import (
     ELSEWHERE,
     FIRST_STEPS,
@@ -32,6 +31,7 @@ from flatout.inside.patches import (
     Subscriber,
 )
 from flatout.inside.recording import Process
+from flatout.inside.run_facts import AttentionWatch
 from flatout.launch.protocol import Options, Trial
 from flatout.model.plan import Change, Plan
 
@@ -105,7 +105,7 @@ def test_the_table_is_what_is_replaced_in_a_process_and_all_of_it_is_put_back(
         start.settings,
         start.Ledger(plan.changes),
     )
-    monkeypatch.setattr("flatout.inside.attention.compiled_frames", lambda: 0)  # other tests of this process compile
+    monkeypatch.setattr("flatout.inside.run_facts.compiled_frames", lambda: 0)  # other tests of this process compile
     looking = AttentionWatch(process.patches)
     looking.step_ended()
     replaced = differing(before)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.inside.tokens import TokenCounts
+from flatout.inside.run_facts import TokenCounts
 from flatout.model.records import TokenFacts
 
 IDS = torch.ones(2, 8, dtype=torch.long)
