@@ -58,7 +58,8 @@ def main() -> None:
 def workload(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One training: in turns, and apart."""
     data = options.data.resolve() / f"{name}-{options.size}"
-    command = [sys.executable, str(ROOT / "workloads" / name / "train.py"), "--data", str(data), *WORKLOADS[name]]
+    script = str(ROOT / "workloads" / name / "train.py")
+    command = [sys.executable, script, "--data", str(data), "--epochs", "1000", *WORKLOADS[name]]
     wanted = CHANGES | ({"compile": "default"} if options.compile else {})
     changes = [Change(name=key, value=value, safety=safety_of(key)) for key, value in wanted.items()]
     scratch = Path(tempfile.mkdtemp(prefix="turns-"))
@@ -82,7 +83,7 @@ def workload(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for one in told["turns"] if isinstance(told["turns"], list) else []:
         gain = one["gain"] and "{value:.3f} ({low:.3f} to {high:.3f})".format(**one["gain"])
         taken = f"{one['rounds']} rounds, {one['steps']} steps, {one['seconds']:.1f} s"
-        print(f"  {one['name']:16} {one['decision']:10} {gain or one['note']} {taken}", flush=True)
+        print(f"  {one['name']:16} {one['state']}, {one['decision']:10} {gain or one['note']} {taken}", flush=True)
     if options.apart:
         told["apart"] = {}
         kept: list[Change] = []

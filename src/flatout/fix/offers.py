@@ -37,6 +37,7 @@ from flatout.model.records import NO_LOADER
 from flatout.trace import Trace
 
 PAUSES = named(family="pauses")
+COMPUTE = named(family="compute")
 _DATA_PATH, _BATCH = named(family="data path"), named(family="batch size")
 LOADED_BY_HAND = {"num_workers", "prefetch_factor"}  # what the elastic loader decides itself
 _PAUSE_LESS_OFTEN = 5
@@ -245,7 +246,7 @@ def _with_data_path(permitted: list[Offer]) -> list[Offer]:
     """A data path that promises little goes along with an offer that promises much: workers that disturb nobody
     beside a slow step may do so beside a fast one, and a larger batch needs its samples as fast."""
     loading = next((o for o in permitted if o.promise < _MIN_PROMISE and o.only_loads), None)
-    hosts = (*named(family="compute"), "batch_size")
+    hosts = (*COMPUTE, "batch_size")
     host = next((o for o in permitted if o.promise >= _MIN_PROMISE and o.changes[0].name in hosts), None)
     if loading is None or host is None:
         return permitted

@@ -101,8 +101,9 @@ class FixResult:
         before: Speed | None = None,
     ) -> None:
         """What became of some changes that were tried together, by which run."""
-        old = before.figure if before is not None else None
-        new = run.speed.figure if run is not None and run.speed is not None else None
+        old = new = None
+        if before is not None and run is not None and run.speed is not None:
+            old, new = before.figure, run.speed.figure
         for change in changes:
             together = tuple(in_words(other) for other in changes if other is not change)
             outcome = Outcome(change=change, verdict=verdict, before=old, after=new, note=note)

@@ -28,11 +28,13 @@ from flatout.diagnose.knobs import knobs
 from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
 from flatout.fix.speed import Speed, measure
 from flatout.launch import launcher, sandbox
-from flatout.launch.protocol import WEIGHTS_OVER, Trial, reasons_not_measured
+from flatout.launch.protocol import TURNS, WEIGHTS_OVER, Trial, reasons_not_measured
 from flatout.model.changes import why_without_effect
 from flatout.model.errors import OverlayError, TraceError
 from flatout.model.plan import Change, Plan
 from flatout.model.records import AppliedChange
+from flatout.model.stats import Gain
+from flatout.model.turns import TurnsResult
 from flatout.redact import redact_text
 from flatout.trace import Trace, read
 
@@ -143,6 +145,7 @@ class Run:
     refused: dict[str, str] = field(default_factory=dict)
     proof: tuple[tuple[ProofStep, ...], ...] = ()  # a row a rank
     drifts: tuple[Drift, ...] = ()  # of all ranks' weights
+    turns: tuple[TurnsResult, ...] = ()
     folder: Path | None = None
 
     @functools.cached_property
@@ -185,11 +188,16 @@ class Run:
 
     @property
     def start_s(self) -> float:
-        """What the run took beside its training steps, X-ray and ceiling."""
+        """What the run took beside its training steps, X-ray, ceiling and turns."""
         if self.trace is None:
             return self.seconds
         looking_ms = sum(step.wall_ms for step in self.trace.ranks[0].steps if step.kind in LOOKING)
-        return max(0.0, self.seconds - (self.metrics.breakdown.training_ms + looking_ms) / 1e3)
+        return max(0.0, self.seconds - (self.metrics.breakdown.training_ms + looking_ms) / 1e3 - self.turns_s)
+
+    @property
+    def turns_s(self) -> float:
+        """What it took to try changes in turns."""
+        return sum(result.seconds for result in self.turns)
 
     @property
     def step_s(self) -> float:
@@ -425,6 +433,7 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         refused={change.name: change.how or "no reason given" for change in changed if not change.applied},
         proof=tuple(_proof_steps(path) for path in sorted(folder.glob("proof-*.jsonl"))),
         drifts=tuple(drift for path in sorted(folder.glob("drifts-*.json")) for drift in _drifts(path)),
+        turns=_turns(folder / TURNS),
         folder=folder,
     )
 
@@ -449,6 +458,13 @@ def _drifts(path: Path) -> list[Drift]:
         return [Drift(**drift) for drift in json.loads(path.read_text(encoding="utf-8"))]
     except ValueError:
         return []  # cut off
+
+
+def _turns(path: Path) -> tuple[TurnsResult, ...]:
+    if not path.exists():
+        return ()
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return tuple(TurnsResult(**row | {"gain": row["gain"] and Gain(**row["gain"])}) for row in rows)
 
 
 def _proof_steps(path: Path) -> tuple[ProofStep, ...]:

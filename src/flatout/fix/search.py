@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from flatout.fix.offers import (
+    COMPUTE,
     LOADED_BY_HAND,
     PAUSES,
     Offer,
@@ -36,6 +37,7 @@ from flatout.fix.runs import Run, Runner, runs_at_once
 from flatout.fix.speed import Speed, pooled
 from flatout.fix.time_budget import TimeBudget
 from flatout.fix.trials import FIRST_STEPS, RunHistory, Trials
+from flatout.model.changes import BY_NAME
 from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Change, Verdict
 from flatout.model.stats import MIN_GAIN, ONE_RUN, Gain, gain
@@ -46,6 +48,8 @@ COLD_STORAGE = 0.05  # of the time spent waiting for storage: the page cache is 
 BELIEVED_AT_ONCE = 1.25  # a gain that is believed before any run was repeated
 MOST_REPEATS = 4  # of runs, for a close call
 PROMISING = 1.15  # this much is settled at once, and may take the time of the last comparison
+SLOW_STEP_S = 0.5  # a step for which turns take longer than a second run
+TURNS_S = 5.0  # of a change, as a rule
 DRIFT = 0.05  # of the machine, from the first run to the last, that deserves a remark
 AT_CEILING = 1.05  # times as fast, and no more, it would be with its data at hand
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
@@ -167,7 +171,8 @@ class Search:
     def _trying_s(self, offer: Offer) -> float:
         """What a trial takes; one of pauses takes two epochs, and another one to be compared with."""
         if not offer.pauses:
-            return self._budget.run_s(with_changes(self.result.kept, offer.changes))
+            turns_s = TURNS_S * len(self._decided_in_turns(offer))
+            return self._budget.run_s(with_changes(self.result.kept, offer.changes)) + turns_s
         looked = self._history.knows_pauses or self._epoch_to_look_at() is None
         return self._trials.epochs_s(2) + (0.0 if looked else self._trials.epochs_s(1))
 
@@ -191,8 +196,15 @@ class Search:
     # -- one trial --
 
     def _try(self, offer: Offer, *, again: bool = False) -> None:
+        if self._decided_in_turns(offer):
+            self._try_in_turns(offer)
+            return
         if offer.pauses and not self._history.knows_pauses:
             self._look_at_an_epoch()
+        self._try_as_one(offer, again=again)
+
+    def _try_as_one(self, offer: Offer, *, again: bool = False) -> None:
+        """A run with all its changes, compared with other runs."""
         run = self._run_trial(offer)
         if self._failed(run):
             # One change may have crashed a bundle of several that are fine.
@@ -210,7 +222,62 @@ class Search:
         self._history.note(with_changes(self.result.kept, changes), run)
         self._settle(replace(offer, changes=changes), run, again=again)
 
-    def _run_trial(self, offer: Offer) -> Run:
+    def _decided_in_turns(self, offer: Offer) -> tuple[Change, ...]:
+        """Those of its changes that one run decides, by switching them on and off between steps.
+
+        Where steps are slow, a second run is the quicker way; and several ranks would have to switch together."""
+        before, step_s = self._trials.before, self._trials.after.step_s
+        if before.metrics.rank.info.world_size > 1 or step_s > SLOW_STEP_S:
+            return ()
+        live = (change for change in offer.changes if change.name in COMPUTE and not change.knob)
+        return tuple(change for change in live if BY_NAME[change.name].live)
+
+    def _try_in_turns(self, offer: Offer) -> None:
+        """Decide each change to computing in one run, which in the end measures what has passed.
+
+        A data path that goes with them is in force from its start, and kept with any of them or judged by itself.
+        """
+        live = self._decided_in_turns(offer)
+        run = self._run_trial(offer, turns=live)
+        under_way = {result.name for result in run.turns if result.state == "under way"}
+        if self._failed(run) and under_way:  # once more without it
+            self._decide(_named(live, under_way), "unsafe", note=run.reason())
+            rest = tuple(change for change in offer.changes if change.name not in under_way)
+            if rest and self._trials.affords(rest):
+                self._try(replace(offer, changes=rest))
+            return
+        if self._failed(run) or any(result.state != "decided" for result in run.turns) or not run.turns:
+            self._progress.say(f"{offer.name}: the run ended before all of them had their turns. As one")
+            self._try_as_one(offer)
+            return
+        passed = self._passed_in_turns(live, run)
+        beside = self._applied([change for change in offer.changes if change not in live], run)
+        plan = with_changes(self.result.kept, (*beside, *passed))
+        run = replace(run, changes=plan)  # the others were off when its speed was measured
+        self._history.note(plan, run)
+        if passed:
+            if beside:
+                gained = self._history.gain(self.result.kept, plan)
+                self._decide(beside, "kept", gained, note=f"together with {all_in_words(passed)}", run=run)
+            self.result.kept, self.result.after, self._epoch_run = plan, run, None
+        elif beside:
+            self._settle(replace(offer, changes=beside), run, again=False)
+
+    def _passed_in_turns(self, live: Sequence[Change], run: Run) -> tuple[Change, ...]:
+        """Those that turns have shown to pay; what became of each is written down."""
+        passed = []
+        for change, result in zip(live, run.turns, strict=True):
+            if result.note:
+                self._decide((change,), "not applicable", note=result.note)
+            elif result.decision == "faster":
+                passed.append(change)
+                self._decide((change,), "kept", result.gain, run=run)
+            else:
+                note = f"{result.gain}: {result.decision}, in {result.rounds} rounds of turns"
+                self._decide((change,), "undone", result.gain, note=note)
+        return tuple(passed)
+
+    def _run_trial(self, offer: Offer, turns: Sequence[Change] = ()) -> Run:
         plan = with_changes(self.result.kept, offer.changes)
         epoch = self._trials.epoch_steps()
         if offer.pauses and epoch is not None:  # after the first one a script may evaluate in any case
@@ -218,7 +285,8 @@ class Search:
         look_below_s = 0.0  # the same work has the same ceiling
         if not offer.only_loads:  # what is slower than what is kept need not be understood
             look_below_s = self._trials.after.step_s_with(offer.changes)
-        return self._trials.run(offer.name, plan, look_below_s=look_below_s)
+        what = f"{offer.name}, in turns" if turns else offer.name
+        return self._trials.run(what, plan, look_below_s=look_below_s, turns=turns)
 
     def _settle(self, offer: Offer, run: Run, *, again: bool) -> None:
         """Keep or undo what a trial has shown to run, or leave it for the end."""
@@ -504,3 +572,7 @@ class Search:
             self.result.drop(change, why)
         self.result.gain = None
         self._remark("what had been kept was not confirmed by the last comparison, and was dropped")
+
+
+def _named(changes: Sequence[Change], names: Container[str]) -> tuple[Change, ...]:
+    return tuple(change for change in changes if change.name in names)

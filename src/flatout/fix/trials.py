@@ -19,6 +19,7 @@ from flatout.fix.time_budget import TimeBudget
 from flatout.launch.protocol import MOST_STEPS, Trial
 from flatout.model.plan import Change
 from flatout.model.stats import FEW_STEPS, LONG_S, Gain, RunNoise, gain
+from flatout.model.turns import WITHIN_S
 
 FIRST_STEPS = 48
 MEASURE_S = 6.0  # of training in a trial
@@ -61,8 +62,9 @@ class Trials:
         steps: int | None = None,
         known_to: float = math.inf,
         look_below_s: float | None = 0.0,
+        turns: Sequence[Change] = (),
     ) -> Run:
-        """A run with these changes. `steps`: other than usual.
+        """A run with these changes. `steps`: other than usual. `turns`: those of them that it decides one by one.
 
         X-ray and ceiling are taken where its steps are shorter than `look_below_s` (always, if None); else
         they are those of what is kept."""
@@ -72,19 +74,20 @@ class Trials:
         if self._result.before is not None:
             earlier = self.after if changes else self.before
             usual = self.usual_steps(earlier)
-            expected_s += (steps or usual) * self.before.step_s
+            expected_s += (steps or usual) * self.before.step_s + len(turns) * WITHIN_S
         trial = Trial(
             timeout_s=self._budget.timeout_s(expected_s),
             at_least_s=MEASURE_S if self._ends_by_time else 0.0,
             enough_s=_enough_s(changes) if self._ends_by_time and steps is None else math.inf,
             known_to=known_to,
             look_below_s=look_below_s,
+            turns=tuple(change.name for change in turns),
         )
         run = self._runner.run(changes, steps or usual, trial)
         self._result.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
         # A crash is over sooner, and an epoch later, than other runs: neither says what the next trial takes.
         if run.is_measured and steps is None:
-            self._budget.note(changes, run.seconds)
+            self._budget.note(changes, run.seconds - run.turns_s)
         return run.with_ceiling_from(earlier)
 
     def prove(self, what: str, requests: Sequence[ProofRun]) -> list[Run]:

@@ -22,7 +22,7 @@ import torch
 
 from flatout.files import write_whole
 from flatout.launch.protocol import TURNS
-from flatout.model.turns import Rounds, TurnsResult, order_of_a_round
+from flatout.model.turns import WITHIN_S, Rounds, TurnsResult, order_of_a_round
 
 if TYPE_CHECKING:
     from flatout.inside.changes.applied import Applied
@@ -32,7 +32,6 @@ _SETTLING_STEPS = 4  # of a change: compiling, first kernels, memory of another 
 _FEWEST_STEPS, _MOST_STEPS = 2, 32  # in a turn
 _TIMES_THE_SWITCH = 10  # as long as switching takes, a turn has to be
 _FEWEST_ROUNDS = 6  # however slow they are
-_WITHIN_S = 25.0  # a change is decided, or is not
 
 
 class LiveTurns:
@@ -42,7 +41,7 @@ class LiveTurns:
         self._applied = applied
         self._folder = folder
         self._chance = random.Random(0)  # not the script's
-        self._results = [TurnsResult(name=name, note="there was no time for it") for name in names]
+        self._results = [TurnsResult(name=name) for name in names]
         self._last_s = self._step_s = 0.0
         self._steps = self._all()
         for name in names:
@@ -58,7 +57,7 @@ class LiveTurns:
         for _ in range(_COLD_STEPS):
             yield True
         for number, result in enumerate(self._results):
-            self._results[number] = replace(result, note="the run ended while it was tried")
+            self._results[number] = replace(result, state="under way")
             self._save()
             self._results[number] = decided = yield from self._decided(result.name)
             self._applied.switch(result.name, on=decided.decision == "faster")
@@ -71,7 +70,7 @@ class LiveTurns:
         for _ in range(_SETTLING_STEPS):
             yield True
         rounds, turns, each = Rounds(), deque[_Turn](), self._steps_a_turn(name)
-        ends_s = time.perf_counter() + _WITHIN_S
+        ends_s = time.perf_counter() + WITHIN_S
         while rounds.decision() == "undecided" and not self._applied.why_not_made(name):
             if time.perf_counter() > ends_s and len(rounds.logs) >= _FEWEST_ROUNDS:
                 break
@@ -87,10 +86,16 @@ class LiveTurns:
                 rounds.add([turn.seconds for turn in four if turn.on], [turn.seconds for turn in four if not turn.on])
         note = self._applied.why_not_made(name)
         if note:
-            return TurnsResult(name=name, note=note)
-        seconds = time.perf_counter() - began_s
-        return TurnsResult(name=name, decision=rounds.decision(), gain=rounds.gain(), rounds=len(rounds.logs),
-                           steps=steps, seconds=seconds)  # fmt: skip
+            return TurnsResult(name=name, state="decided", note=note, seconds=time.perf_counter() - began_s)
+        return TurnsResult(
+            name=name,
+            state="decided",
+            decision=rounds.decision(),
+            gain=rounds.gain(),
+            rounds=len(rounds.logs),
+            steps=steps,
+            seconds=time.perf_counter() - began_s,
+        )
 
     def _steps_a_turn(self, name: str) -> int:
         """So many that switching is a small part of a turn."""

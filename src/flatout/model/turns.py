@@ -21,8 +21,10 @@ from typing import Literal
 from flatout.model.stats import Gain
 
 Decision = Literal["faster", "no gain", "undecided"]
+State = Literal["decided", "under way", "not reached"]
 
 PAYS = 1.01  # a change is kept when it is shown to bring more than this
+WITHIN_S = 25.0  # a change is decided, or it stays undecided
 _ERROR = 0.05  # how often a confidence sequence may miss the truth
 _SURE_ENOUGH, _SURE_SHARE = 0.02, 1 / 3  # how precisely a kept gain is known: to 2%, or a third of it
 _FEWEST_ROUNDS = 8
@@ -34,9 +36,10 @@ _NEIGHBOURS = 4  # rounds in a row are averaged in so many groups at the most, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnsResult:
-    """What turns have shown of one change; `note` says why where nothing was compared."""
+    """What turns have shown of one change; `note` says why where it could not be made."""
 
     name: str
+    state: State = "not reached"
     decision: Decision = "undecided"
     gain: Gain | None = None
     rounds: int = 0

@@ -20,6 +20,8 @@ from flatout.launch import launcher
 from flatout.launch.protocol import Trial
 from flatout.model.plan import Change
 from flatout.model.records import AppliedChange, SettingsRead
+from flatout.model.stats import Gain
+from flatout.model.turns import PAYS, TurnsResult
 from flatout.trace import (
     Facts,
     GpuSample,
@@ -117,14 +119,15 @@ class World:
         self._random = np.random.default_rng(len(self.started) + 1000 * self.seed)
         hung = self.hang & set(names)
         crashed = next((text for name, text in self.crash.items() if name in names), None)
-        if hung or crashed:
-            self.clock_s += (trial.timeout_s or 0.0) if hung else START_S
-            code = launcher.TIMED_OUT if hung else 1
-            return Run(changes=tuple(changes), code=code, seconds=(trial.timeout_s or 0.0), output=crashed or "")
         m = self.machine
         for change in changes:
-            if change.name in self.effects and change.name not in self.refused:
+            if change.name in self.effects and change.name not in (*self.refused, *trial.turns):
                 m = self.effects[change.name](m, change.value)
+        m, turns = self._in_turns(m, {change.name: change for change in changes}, trial.turns)
+        if hung or crashed:
+            self.clock_s += (trial.timeout_s or 0.0) if hung else START_S
+            code, seconds = launcher.TIMED_OUT if hung else 1, trial.timeout_s or 0.0
+            return Run(changes=tuple(changes), code=code, seconds=seconds, output=crashed or "", turns=turns)
         look_below_s = trial.look_below_s
         slow = math.ceil(trial.enough_s * 1e3 / (m.data_ms + m.compute_ms)) if trial.enough_s < math.inf else steps
         steps = min(steps, max(slow, 3))
@@ -138,6 +141,7 @@ class World:
         if "compile" in names:
             self.compiled.add(m.batch)
         seconds = START_S + extra_s + sum(step.wall_ms for step in trace.ranks[0].steps) / 1e3
+        seconds += sum(result.seconds for result in turns)
         self.clock_s += seconds
         return Run(
             changes=tuple(changes),
@@ -153,7 +157,35 @@ class World:
             },
             refused={name: why for name, why in self.refused.items() if name in names},
             proof=(self._proof(changes, steps),) if fingerprints else (),
+            turns=turns,
         )
+
+    def _in_turns(
+        self, m: Machine, changes: dict[str, Change], names: tuple[str, ...]
+    ) -> tuple[Machine, tuple[TurnsResult, ...]]:
+        """What turns show of each of these, and the machine with what has passed. A crash or a hang ends them."""
+        results = [TurnsResult(name=name) for name in names]
+        for number, name in enumerate(names):
+            if name in self.crash or name in self.hang:
+                results[number] = TurnsResult(name=name, state="under way")
+                break
+            if name in self.refused:
+                results[number] = TurnsResult(name=name, state="decided", note=self.refused[name])
+                continue
+            changed = self.effects[name](m, changes[name].value) if name in self.effects else m
+            value = (m.data_ms + m.compute_ms) / (changed.data_ms + changed.compute_ms)
+            pays = value > PAYS
+            results[number] = TurnsResult(
+                name=name,
+                state="decided",
+                decision="faster" if pays else "no gain",
+                gain=Gain(value=value, low=0.99 * value, high=1.01 * value),
+                rounds=8,
+                steps=64,
+                seconds=64 * (m.data_ms + m.compute_ms) / 1e3,
+            )
+            m = changed if pays else m
+        return m, tuple(results)
 
     def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
         """Several get in each other's way a little; so many at once, the next when one has ended."""
