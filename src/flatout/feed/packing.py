@@ -18,7 +18,7 @@ import mmap
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.data._utils import collate
 
 from flatout.feed import channel
 from flatout.feed.channel import Span
-from flatout.feed.deferred.batch import DeferredBatch, PlaceholderTensor
+from flatout.feed.deferred.batch import DeferredBatch
 
 _ALIGN = 64
 torch_stack = collate.default_collate_fn_map[torch.Tensor]  # what PyTorch's collation does with tensors
@@ -58,8 +58,8 @@ class Arena:
     def stack(self, batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
         """What torch's collation does with tensors, with the result in this arena."""
         first = batch[0]
-        if isinstance(first, PlaceholderTensor):
-            deferred = first.stack_lazily(batch, self.stack, self.place)
+        if hasattr(first, "stack_lazily"):
+            deferred = first.stack_lazily(batch, self.stack)
             if deferred is not None:
                 return deferred  # type: ignore[no-any-return]
         if first.is_nested or first.layout != torch.strided:
@@ -70,15 +70,6 @@ class Arena:
             if out is None:
                 out = first.new_empty((len(batch), *first.shape))
         return torch.stack(tuple(batch), 0, out=out)
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a collated tensor (labels, scalars) in this arena."""
-        if tensor.dim() == 0 or len(tensor) == 0:
-            return tensor
-        out = self._reserve(len(tensor), tensor[0])
-        if out is None:
-            return tensor
-        return out.copy_(tensor)
 
     def _reserve(self, rows: int, row: torch.Tensor) -> torch.Tensor | None:
         size = rows * row.numel() * row.element_size()
@@ -99,25 +90,6 @@ class Arena:
         return None
 
 
-def collate_into(arena: Arena, samples: Sequence[Any]) -> Any:
-    """`default_collate`, into the arena."""
-
-    def placing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def collate_and_place(batch: Any, *, collate_fn_map: Any = None) -> Any:
-            collated = function(batch, collate_fn_map=collate_fn_map)
-            return arena.place(collated) if type(collated) is torch.Tensor else collated
-
-        return collate_and_place
-
-    functions = dict(collate.default_collate_fn_map)
-    for kind, function in functions.items():
-        if kind is torch.Tensor:
-            functions[kind] = arena.stack if function is torch_stack else function
-        elif getattr(kind, "__name__", "") != "ndarray":  # arrays come back here as tensors
-            functions[kind] = placing(function)
-    return collate.collate(samples, collate_fn_map=functions)
-
-
 # --- packing ------------------------------------------------------------------------------------
 
 
@@ -130,7 +102,9 @@ def pack(batch: Any, arena: Arena) -> Packed:
     needs = max(sum(_aligned(len(buffer)) for buffer in buffers), arena.used)
     spans, file = _place(buffers, arena), None
     if spans is None:
-        spans, file = _put_into_file(buffers)
+        file = channel.memory_file(max(needs, 1))
+        spans = _place(buffers, Arena(memoryview(mmap.mmap(file, 0))))
+        assert spans is not None
     return Packed(skeleton=body.getvalue(), spans=spans, file=file, needs=needs)
 
 
@@ -223,19 +197,6 @@ def _place(buffers: Sequence[memoryview], arena: Arena) -> list[Span] | None:
             arena.used = _aligned(offset + size)
         spans.append((offset, size))
     return spans
-
-
-def _put_into_file(buffers: Sequence[memoryview]) -> tuple[list[Span], int]:
-    spans: list[Span] = []
-    end = 0
-    for buffer in buffers:
-        spans.append((end, len(buffer)))
-        end = _aligned(end + len(buffer))
-    fd = channel.memory_file(max(end, 1))
-    with mmap.mmap(fd, 0) as file:
-        for buffer, (start, size) in zip(buffers, spans, strict=True):
-            file[start : start + size] = buffer
-    return spans, fd
 
 
 def _aligned(size: int) -> int:

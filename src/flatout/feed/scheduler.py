@@ -228,7 +228,7 @@ class BatchScheduler:
             return False
         if self._in_process is None:
             no_board = memoryview(bytearray(16)).cast("q")
-            self._in_process = SeededDataset(self.recipe, no_board, self.recipe.collate_fn)
+            self._in_process = SeededDataset(self.recipe, no_board)
         try:
             with _one_thread, randomness.untouched():
                 batch.data = self._in_process.load(self._epoch.key, batch.number, batch.indices, batch.leave_out)

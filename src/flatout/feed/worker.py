@@ -12,13 +12,12 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable
 from socket import socket
 from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import _DatasetKind, default_collate
+from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
@@ -57,13 +56,12 @@ class _Worker:
         info = torch_worker.WorkerInfo(id=0, num_workers=recipe.declared, seed=0, dataset=recipe.dataset)
         self._info: Any = info
         torch_worker._worker_info = info
-        self._dataset = SeededDataset(recipe, self._board, self._collate)
+        self._dataset = SeededDataset(recipe, self._board)
         if recipe.defer:
             self._dataset.defer_transforms()
         self._arena = packing.Arena(None)
         if torch_collate.default_collate_fn_map[torch.Tensor] is packing.torch_stack:
-            # A custom collate_fn that ends in default_collate stacks into the slot too, and not into
-            # /dev/shm.
+            # Also for a custom collate_fn that ends in default_collate.
             torch_collate.default_collate_fn_map[torch.Tensor] = lambda batch, **kw: self._arena.stack(batch, **kw)
 
     def step(self) -> None:
@@ -130,12 +128,6 @@ class _Worker:
             fills=self._cache_growth.after_batch(rows),
         )
 
-    def _collate(self, samples: Any) -> Any:
-        """The loader's collate_fn, into the arena where it is torch's own."""
-        if self._recipe.collate_fn is default_collate:
-            return packing.collate_into(self._arena, samples)
-        return self._recipe.collate_fn(samples)
-
     def _clocks(self) -> tuple[float, float, float]:
         """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run
         without a core."""
@@ -161,12 +153,11 @@ class SeededDataset:
     ones out.
     """
 
-    def __init__(self, recipe: Recipe, board: memoryview, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, recipe: Recipe, board: memoryview) -> None:
         self._dataset = self.__wrapped__ = recipe.dataset  # the latter is for measuring: the user knows this one
         self._samples: Any = self._dataset
         self._recipe = recipe
         self._board = board
-        self._user_collate = collate
         self._fetcher: Any = _DatasetKind.create_fetcher(
             _DatasetKind.Map, self, recipe.auto_collation, self._collate, recipe.drop_last
         )
@@ -195,7 +186,7 @@ class SeededDataset:
             samples = [sample for sample in samples if sample is not _LEFT_OUT]
             if not samples:
                 return None
-        return self._user_collate(samples)
+        return self._recipe.collate_fn(samples)
 
     def __getitem__(self, index: Any) -> Any:
         row = self._row

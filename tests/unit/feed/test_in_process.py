@@ -289,6 +289,6 @@ def test_batches_made_in_the_training_process_are_measured_under_the_name_of_the
         declared=0,
         skip_bad=False,
     )
-    meter = Meter(SeededDataset(recipe, memoryview(bytearray(16)).cast("q"), recipe.collate_fn), None, None)
+    meter = Meter(SeededDataset(recipe, memoryview(bytearray(16)).cast("q")), None, None)
     report = meter.report()
     assert (report.dataset, report.length) == ("TensorDataset", 6)

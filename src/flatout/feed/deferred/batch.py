@@ -231,6 +231,8 @@ _NEEDS_NO_VALUES = _SHAPE | _TYPE | _PLACE | _OTHER
 class PlaceholderTensor(Tensor):
     """A tensor of known shape and type without values yet. Any call that a subclass cannot record computes them."""
 
+    _real: Any = None
+
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Any:
         return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
@@ -241,12 +243,7 @@ class PlaceholderTensor(Tensor):
 
     def materialized(self) -> Tensor | None:
         """The real tensor, if it has been computed."""
-        raise NotImplementedError
-
-    @staticmethod
-    def stack_lazily(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
-        """A deferred batch of samples that are not computed yet, or None where they have to be."""
-        return None
+        return self._real  # type: ignore[no-any-return]
 
     def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call on this tensor that needs no values; else NotImplemented."""
@@ -295,7 +292,6 @@ class DeferredBatch(PlaceholderTensor):
         self, shape: Sequence[int], dtype: torch.dtype, program: TransformProgram, pixels: Tensor, numbers: Tensor
     ):
         self.program, self.pixels, self.numbers = program, pixels, numbers
-        self._result: Tensor | None = None
 
     @classmethod
     def of(cls, program: TransformProgram, pixels: Tensor, numbers: Tensor) -> Any:
@@ -308,20 +304,16 @@ class DeferredBatch(PlaceholderTensor):
 
     def materialize(self) -> Tensor:
         """The values on the host, for a loop that looks at them there and may change them."""
-        if self._result is None:
+        if self._real is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._result = run_program(*self.parts())
-        return self._result
-
-    def materialized(self) -> Tensor | None:
-        """The values, if the loop has looked at them on the host."""
-        return self._result
+                self._real = run_program(*self.parts())
+        return self._real  # type: ignore[no-any-return]
 
     def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Moves, pins and describes the batch without computing it on the host."""
         if name == "_version":  # values that were seen on the host may have been changed there
-            return 0 if self._result is None else 1 + self._result._version
-        if self._result is not None:
+            return 0 if self._real is None else 1 + self._real._version
+        if self._real is not None:
             return NotImplemented
         if name == "is_pinned":
             return self.pixels.is_pinned()

@@ -170,7 +170,8 @@ class LazyObject:
     """An object that has an expression until it is real. `view_of` is one that looks at the same memory."""
 
     def __init__(self, expression: Expression, view_of: LazyObject | None = None) -> None:
-        self._expression, self._real = expression, None
+        self._expression = expression
+        self._real: Any = None
         self._recording = current_recording()
         self._views: list[weakref.ref[LazyObject]] = [] if view_of is None else view_of._views
         self._views.append(weakref.ref(self))

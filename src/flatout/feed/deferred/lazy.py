@@ -20,7 +20,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from flatout.feed.deferred.batch import MOVES, DeferredBatch, PlaceholderTensor, materialize, merge_programs
+from flatout.feed.deferred.batch import (
+    MOVES,
+    WARP_NUMBERS,
+    DeferredBatch,
+    PlaceholderTensor,
+    materialize,
+    merge_programs,
+)
 from flatout.feed.deferred.expression import (
     DTYPES,
     MAX_CONSTANT,
@@ -32,7 +39,6 @@ from flatout.feed.deferred.expression import (
     constant,
     current_recording,
     materializing,
-    recording_transforms,
 )
 
 _transform, _transpose = Image.Image.transform, Image.Image.transpose
@@ -43,30 +49,23 @@ _from_numpy, _tensor = torch.from_numpy, torch.tensor
 
 _IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 _MOVE_OF = {Image.Resampling.NEAREST: "nearest", Image.Resampling.BILINEAR: "bilinear"}
-ImageCall = Callable[[Image.Image], Image.Image]
 
 
 class LazyImage(Image.Image):
-    """`picture`, each pixel from where `matrix` says, `colour` for what lies outside; `calls` make it with Pillow."""
+    """An image that will be computed by an `expression`: a picture, with each pixel from where a matrix says."""
 
-    def __init__(
-        self,
-        picture: Image.Image,
-        move: str = "same",
-        matrix: tuple[float, ...] = _IDENTITY,
-        colour: tuple[float, ...] = (0.0,),
-        calls: tuple[ImageCall, ...] = (),
-    ) -> None:
+    def __init__(self, expression: Expression) -> None:
         super().__init__()
+        picture = expression.picture
         self._core: Any = None
         self._mode, self._size, self.info = picture.mode, picture.size, picture.info.copy()
-        self.picture, self.move, self.matrix, self.colour, self.calls = picture, move, matrix, colour, calls
+        self.expression = expression
 
     @property
     def _im(self) -> Any:  # Pillow reads and writes all pixels through this attribute
         with materializing:
             if self._core is None:
-                self._core = self.compute().im
+                self._core = self.expression.compute().im
             return self._core
 
     @_im.setter
@@ -78,18 +77,6 @@ class LazyImage(Image.Image):
         """Whether nobody has seen or changed its pixels."""
         return self._core is None
 
-    def compute(self) -> Image.Image:
-        """An image like it, in memory of its own."""
-        with recording_transforms(None):
-            image = self.picture.copy()
-            for call in self.calls:
-                image = call(image)
-            return image
-
-    def then(self, move: str, matrix: tuple[float, ...], colour: tuple[float, ...], call: ImageCall) -> LazyImage:
-        """This image, moved once more."""
-        return LazyImage(self.picture, move, _compose(self.matrix, matrix), colour, (*self.calls, call))
-
 
 def transform(self: Any, size: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for `Image.transform`, which `rotate` calls in the end."""
@@ -100,16 +87,16 @@ def transform(self: Any, size: Any, method: Any, *args: Any, **kwargs: Any) -> A
     data, colour = given.get("data") or (), given.get("fillcolor")
     resample = given.get("resample", Image.Resampling.NEAREST)
     colours = _channel_values(colour, len(self.getbands()))
-    before = _as_lazy(self)
+    before = _image_expression(self)
     # One interpolation, not two.
-    if resample not in _MOVE_OF or before.move not in ("same", "swap") or not colours or len(data) != 6:
+    if resample not in _MOVE_OF or before.static[0] not in ("same", "swap") or not colours or len(data) != 6:
         return _transform(self, size, method, *args, **kwargs)
     matrix = tuple(map(float, data))
 
     def call(picture: Image.Image) -> Image.Image:
         return _transform(picture, size, method, matrix, resample, fillcolor=colour)
 
-    return before.then(_MOVE_OF[resample], matrix, colours, call)
+    return _moved(before, _MOVE_OF[resample], matrix, colours, call)
 
 
 def transpose(self: Any, method: Any) -> Any:
@@ -122,9 +109,10 @@ def transpose(self: Any, method: Any) -> Any:
     }
     if not can_be_recorded(self) or method not in swaps:
         return _transpose(self, method)
-    before = _as_lazy(self)
-    move = max(before.move, "swap", key=MOVES.index)
-    return before.then(move, swaps[method], before.colour, lambda picture: _transpose(picture, method))
+    before = _image_expression(self)
+    move = max(before.static[0], "swap", key=MOVES.index)
+    colours = before.numbers[WARP_NUMBERS:]
+    return _moved(before, move, swaps[method], colours, lambda picture: _transpose(picture, method))
 
 
 def can_be_recorded(image: Any) -> bool:
@@ -134,31 +122,32 @@ def can_be_recorded(image: Any) -> bool:
     return image.mode in ("L", "RGB") and min(image.size) > 0
 
 
-def _as_lazy(image: Any) -> LazyImage:
-    """The lazy image; of a real one a copy of its pixels as they are now, for they may be changed."""
+def _image_expression(image: Any) -> Expression:
+    """How to compute an image; of a real one a copy of its pixels as they are now, for they may be changed."""
     if isinstance(image, LazyImage) and image.is_lazy:
-        return image
-    return LazyImage(image.copy())
+        return image.expression
+    picture = image.copy()
+    channels = len(picture.getbands())
+    shape = (picture.height, picture.width, *([channels] if channels > 1 else []))
+    decoded = Expression(op="pixels", shape=shape, dtype="uint8", call=picture.copy, picture=picture)
+    numbers = (*_IDENTITY, *[0.0] * channels)
+    return decoded.then("warp", lambda image: image, static=("same",), numbers=numbers)
 
 
-def _pixels_of_image(image: Image.Image) -> Expression:
-    """What `np.array(image)` is at this moment."""
-    lazy = _as_lazy(image)
-    shape: tuple[int, ...] = (image.height, image.width)
-    colour = lazy.colour
-    if image.mode == "RGB":
-        shape = (*shape, 3)
-        colour = (colour * 3)[:3]
-    now = LazyImage(lazy.picture, calls=lazy.calls)  # the script may change `lazy` itself
-    decoded = Expression(op="pixels", shape=shape, dtype="uint8", call=lambda: None, picture=lazy.picture)
-    numbers = (*lazy.matrix, *colour)
-    return decoded.then("warp", lambda _: _array(now.compute()), static=(lazy.move,), numbers=numbers)
+def _moved(
+    before: Expression, move: str, matrix: tuple[float, ...], colours: tuple[float, ...], call: Callable[..., Any]
+) -> LazyImage:
+    """The image moved once more: one warp does for both."""
+    (decoded,) = before.inputs
+    numbers = (*_compose(before.numbers[:WARP_NUMBERS], matrix), *colours)
+    both = decoded.then("warp", lambda picture: call(before.call(picture)), static=(move,), numbers=numbers)
+    return LazyImage(both)
 
 
 def _channel_values(colour: Any, channels: int) -> tuple[float, ...]:
     """A number for each channel, or none: Pillow also knows colour names, and one number for three channels."""
     if colour is None:
-        return (0.0,)
+        return (0.0,) * channels
     parts = colour if isinstance(colour, tuple | list) else (colour,)
     if len(parts) != channels or not all(isinstance(part, int | float) and 0 <= part <= 255 for part in parts):
         return ()
@@ -394,7 +383,9 @@ def _lazy_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The lazy array that a call such as np.array(image) is about, or None."""
     if current_recording() is None or not 1 <= len(args) <= 2 or set(kwargs) - {"dtype", "copy"}:
         return None
-    thing = LazyArray(_pixels_of_image(args[0])) if can_be_recorded(args[0]) else args[0]
+    thing = args[0]
+    if can_be_recorded(thing):
+        thing = LazyArray(_image_expression(thing).then("copy", _array))
     return thing if type(thing) is LazyArray and thing.expression is not None else None
 
 
@@ -425,10 +416,6 @@ class LazyTensor(LazyObject, PlaceholderTensor):
         """The tensor of an expression, which may look at the memory of another object."""
         return cls(expression.shape, DTYPES[expression.dtype], expression, view_of)
 
-    def materialized(self) -> Tensor | None:
-        """The real tensor, if it has been computed."""
-        return self._real
-
     def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call that the GPU can make later; else NotImplemented."""
         if self.expression is None:
@@ -443,10 +430,9 @@ class LazyTensor(LazyObject, PlaceholderTensor):
         return NotImplemented if expression is None else LazyTensor.of(expression)
 
     @staticmethod
-    def stack_lazily(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
-        """A batch of samples that one program computes, or None; `stack` and `place` say where its bytes go."""
-        expressions = [sample.expression for sample in samples if isinstance(sample, LazyTensor)]
-        known = [expression for expression in expressions if expression is not None]
+    def stack_lazily(samples: Sequence[Any], stack: Callable[..., Tensor]) -> Any:
+        """A batch of samples that one program computes, or None; `stack` says where its pixels go."""
+        known = [sample.expression for sample in samples if is_lazy(sample)]
         if len(known) < len(samples):
             return None
         programs, numbers = zip(*map(as_program, known), strict=True)
@@ -456,7 +442,7 @@ class LazyTensor(LazyObject, PlaceholderTensor):
             return None
         if program.is_identity:
             return stack(pixels)
-        return DeferredBatch.of(program, stack(pixels), place(_tensor(numbers, dtype=torch.float64)))
+        return DeferredBatch.of(program, stack(pixels), _tensor(numbers, dtype=torch.float64))
 
 
 def pixels_of(expression: Expression) -> Tensor:
