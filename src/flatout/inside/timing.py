@@ -122,6 +122,8 @@ class Timing:
             except Exception as problem:
                 time.failed(problem)
             try:
+                if phase is _phase_of_reading and args[0].requires_grad:
+                    return _call_from(sys._getframe(1), point.call, args, kwargs)
                 return point.call(*args, **kwargs)
             finally:
                 if named is not None and not time.off:
@@ -437,6 +439,17 @@ def _phase_of_move(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
 
 def _phase_of_reading(tensor: Any, *_: Any, **__: Any) -> str | None:
     return _when(is_on_gpu(tensor), SYNC)
+
+
+def _call_from(script: FrameType, call: Call, args: Any, kwargs: Any) -> Any:
+    """Call as if it were written in this line of the script, which PyTorch's warnings then name, each line once."""
+    code = _CALL.replace(co_filename=script.f_code.co_filename, co_firstlineno=script.f_lineno)
+    if "torch._dynamo.eval_frame" in sys.modules:
+        sys.modules["torch._dynamo.eval_frame"].skip_code(code)
+    return FunctionType(code, script.f_globals)(call, args, kwargs)
+
+
+_CALL = (lambda call, args, kwargs: call(*args, **kwargs)).__code__
 
 
 def is_on_gpu(tensor: Any) -> bool:

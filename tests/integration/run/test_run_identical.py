@@ -61,3 +61,25 @@ def test_losses_weights_and_random_numbers_are_the_same(tmp_path: Path) -> None:
     assert {report.random_used for report in reports} == {("numpy", "random", "torch")}
     settings = observed.observed.rank.facts.loaders
     assert [(one.num_workers, one.start_method) for one in settings][1:] == [(2, "fork"), (1, "spawn")]
+
+
+READS = """
+    import torch
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        loss = model(torch.ones(2, 4)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss_now = float(loss)  # PyTorch warns of this
+"""
+
+
+def test_a_warning_of_pytorchs_names_the_line_of_the_script(tmp_path: Path) -> None:
+    write(tmp_path, train=READS)
+    observed = flatout_run(tmp_path, sys.executable, "train.py")
+    bare = flatout_run(tmp_path, sys.executable, "train.py", env={"FLATOUT": "off"})
+    assert "train.py:11: UserWarning" in bare.err
+    assert observed.err.startswith(bare.err)
