@@ -302,8 +302,8 @@ def _path(filename: str) -> str:
     """How a file is named in a report."""
     for folder in (*_libraries(), f"{Path.cwd()}{os.sep}"):
         if filename.startswith(folder):
-            return filename[len(folder) :]
-    return filename
+            return redact_text(filename[len(folder) :])
+    return redact_text(filename)
 
 
 def caller(beyond: tuple[str, ...] = ()) -> str | None:

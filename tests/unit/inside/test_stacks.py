@@ -189,3 +189,11 @@ def test_where_a_thread_is_in_words() -> None:
     code = compile("note()", "/usr/lib/torch/distributed/run.py", "exec")
     exec(code, {"note": lambda: names.append(in_words(threading.get_ident()))})
     assert names == [""], "torchrun's agent trains nothing"
+
+
+def test_a_secret_in_the_name_of_a_file_does_not_come_out() -> None:
+    text = "def here(): return caller()\ndef look(): return here()"
+    code = compile(text, "runs/api_key=abc/hf_abcdefghijklmnopqrst.py", "exec")
+    names: dict[str, Any] = {"caller": stacks.caller}
+    exec(code, names)
+    assert names["look"]() == "runs/api_key=***:2"
