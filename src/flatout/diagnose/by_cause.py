@@ -12,6 +12,10 @@ taking away its charge gives; all of them together then promise at most wall tim
 
 The gains are keyword arguments of a Finding: a range of factors of speed. Its upper end is what the evidence leaves
 room for, its lower end what the evidence makes sure of, 1.0 for nothing.
+
+Without a GPU everything shares the processor, and removing one thing frees it for the rest. Workers that have less to
+do leave their cores to training: that time is measured, and charged with the wait for them. What runs beside the step
+also takes caches and memory from it, which no clock tells apart: the upper ends leave room for it (`BESIDE`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,11 @@ Kind = Literal["useful", "idle", "wasteful", "measuring", "remainder"]
 MIN_SHARE = 0.03  # of the time: a cause that takes less is not reported
 USEFUL, LAUNCH = "useful work", "launch"  # pools beside the phases
 FROM_KERNELS = "model of the kernels"
+FROM_CORES = ", with the cores that loading takes from training"
+# Without a GPU, a cause that takes all of the time but a moment makes that moment take so much longer, a small one
+# accordingly less. Of the faults of benchmarks/truth.py it was 0 to 0.6 of its share of the time.
+BESIDE = 0.4
+FROM_BESIDE = ", with what it takes from the rest of the step"
 LOADER_LIMITS = ", as far as the loader can follow"
 FROM_CEILING, FROM_STEP, FROM_TIME = "measured ceiling", "model of the step", "share of the time"
 _SUPPLY_ERROR = 1.05  # workers were timed while they shared the cores
@@ -52,6 +61,7 @@ _POOLS = {
     "pause.gc": ("gc",),
 }
 _TAKES_ITS_SHARE = ("drift.", "data.worker-start", "sync.", "copy.")  # in this order; the others take all there is
+_FREES_CORES = ("data.cpu-bound", "data.collate-bound", "data.slow-samples")  # to cure them, workers work less
 _WASTEFUL = ("compute.", "memory.", "copy.", "dist.", "hardware.", "config.")
 
 
@@ -71,6 +81,11 @@ class CauseAccount:
     """All of training's time: what is useful first, then the causes, the largest first, then the remainder."""
 
     charges: tuple[Charge, ...]
+    beside: float = 0.0  # how much longer the rest takes beside a cause, as a part of the share of the cause
+
+    def most(self, share: float) -> float:
+        """What removing a share of the time gives at most."""
+        return factor(share) / (1 - self.beside * min(MAX_SAVED, share))
 
     @property
     def useful(self) -> float:
@@ -98,7 +113,10 @@ class CauseAccount:
         low, high = finding.gain_low, min(finding.gain_high, factor(share))
         if 1 < high < finding.gain_high:  # as sure of a part of it as before
             low = min(low, 1 + (low - 1) * (high - 1) / (finding.gain_high - 1))
-        return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(low, high))
+        derived = finding.derived
+        if high > 1 and high == factor(share) and self.beside:
+            high, derived = self.most(share), derived + FROM_BESIDE
+        return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(low, high), derived=derived)
 
 
 def by_cause(metrics: RankMetrics, findings: Sequence[Finding]) -> CauseAccount:
@@ -126,7 +144,8 @@ def by_cause(metrics: RankMetrics, findings: Sequence[Finding]) -> CauseAccount:
     short = sum(share for share in pools.values() if share < _LEAST)
     if short:
         charges.append(Charge(kind="remainder", name="short waits", share=short))
-    return CauseAccount(charges=(Charge(kind="useful", name=USEFUL, share=left), *charges))
+    beside = 0.0 if metrics.on_gpu else BESIDE
+    return CauseAccount(charges=(Charge(kind="useful", name=USEFUL, share=left), *charges), beside=beside)
 
 
 def _idle_by_phase(metrics: RankMetrics) -> dict[str, float]:
@@ -135,7 +154,7 @@ def _idle_by_phase(metrics: RankMetrics) -> dict[str, float]:
     for part in metrics.breakdown.training:
         if part.name not in _COMPUTES:
             idle[part.name] = idle.get(part.name, 0.0) + _idle_share(metrics, part)
-    own_code = metrics.own_code_within("forward") + metrics.own_code_within("loss")
+    own_code = sum(metrics.own_code_inside.values())
     if metrics.on_gpu:
         launch = metrics.waits_for_launches(*(phase for phase in LAUNCHING if phase not in idle))
         if metrics.busy_share is not None:  # between its events the GPU may work longer than it seems
@@ -203,6 +222,8 @@ def _wants(
     left = math.inf
     if cause == "drift.slower":
         names = (finding.evidence["grows_most"], USEFUL)
+    if cause in _FREES_CORES:
+        yield USEFUL, min(pools[USEFUL], cores_freed(metrics))
     if cause == "data.worker-start":
         left = min(finding.share, metrics.start_share)
     elif cause.startswith(_TAKES_ITS_SHARE):
@@ -227,6 +248,19 @@ def gain_if_fed(metrics: RankMetrics, saved: float, least: float = 1.0, most: fl
     if metrics.ceiling is None:
         ceiling = min(factor(saved), ceiling)
     return _range(min(factor(saved), least), min(most, ceiling), _source(metrics))
+
+
+def gain_if_samples_spared(metrics: RankMetrics, saved: float, least: float = 1.0) -> dict[str, Any]:
+    """Waiting for batches takes a share `saved` less because samples cost less: cores are then free for training."""
+    if metrics.on_gpu:
+        return gain_if_fed(metrics, saved, least)
+    freed = cores_freed(metrics)
+    return _range(1.0, factor(saved + freed), FROM_TIME + (FROM_CORES if freed else ""))
+
+
+def cores_freed(metrics: RankMetrics) -> float:
+    """The share of the time in which training has no core because workers have them; on a GPU it is not counted."""
+    return 0.0 if metrics.on_gpu else metrics.held_up_by_workers
 
 
 def gain_if_host_spared(metrics: RankMetrics, low: float, high: float) -> dict[str, Any]:

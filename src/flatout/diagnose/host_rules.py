@@ -31,7 +31,6 @@ _MIN_STEPS_A_PIECE = 3
 _MOST_DISORDER = 0.2  # of all pairs of pieces, that do not grow
 _MIN_MEMORY_GROWTH = 1.2
 _IN_WORDS = {"rest": "your own code", "data": "waiting for data"}
-_WITHIN = ("loss", "forward")  # phases that compute, in which a script may do other things too
 
 
 def own_code(metrics: RankMetrics) -> Finding | None:
@@ -39,8 +38,8 @@ def own_code(metrics: RankMetrics) -> Finding | None:
     share, saved = metrics.share(REST), metrics.saved_without(REST)
     if saved is not None:
         share = min(share, saved)  # while the GPU is at work, it costs nothing
-    within = {phase: metrics.own_code_within(phase) for phase in _WITHIN}
-    most = max(_WITHIN, key=within.__getitem__)
+    within = metrics.own_code_inside
+    most = max(within, key=within.__getitem__)
     functions, place = in_training(metrics.rank), "outside forward, backward and optimizer"
     if within[most] > share:
         functions, place = outside_torch(in_training(metrics.rank, (most,))), "beside its tensor operations"

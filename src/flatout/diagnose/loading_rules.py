@@ -16,6 +16,7 @@ from flatout.diagnose.by_cause import (
     factor,
     gain_if_fed,
     gain_if_host_spared,
+    gain_if_samples_spared,
     rounded,
 )
 from flatout.diagnose.host_rules import as_evidence
@@ -144,7 +145,7 @@ def _slow_samples(metrics: RankMetrics, saved: float) -> Finding | None:
         metrics,
         "slow-samples",
         f"a few samples hold their batches back: the slowest take {slowest / median:.0f} times the median",
-        gain_if_fed(metrics, saved),
+        gain_if_samples_spared(metrics, saved),
         confidence=0.7,
         change="loader",
         value="elastic",
@@ -194,7 +195,7 @@ def _samples_cost_cpu(metrics: RankMetrics, saved: float) -> Finding:
         if setting is not None:
             more = {"change": f"{SETTING}{setting}", "value": "gpu"}
         more["advice"] = "do less on the CPU: transforms on the GPU, a faster decoder, or a cache of decoded data"
-    gain = gain_if_fed(metrics, saved, metrics.supply / (1 - for_gpu))
+    gain = gain_if_samples_spared(metrics, saved, metrics.supply / (1 - for_gpu))
     return _late(metrics, "cpu-bound", title, gain, confidence=0.85, **more)
 
 
@@ -211,7 +212,8 @@ def _collate_bound(metrics: RankMetrics, saved: float) -> Finding | None:
     if not metrics.elastic:
         more["advice"] += "; workers that write into shared, page-locked memory: flatout.DataLoader"
         more |= {"change": "loader", "value": "elastic"}
-    return _late(metrics, "collate-bound", title, gain_if_fed(metrics, saved), confidence=0.6, **more)
+    gain = gain_if_samples_spared(metrics, saved)
+    return _late(metrics, "collate-bound", title, gain, confidence=0.6, **more)
 
 
 def _too_few_workers(metrics: RankMetrics, saved: float) -> Finding | None:

@@ -25,6 +25,7 @@ from flatout.model.records import NO_LOADER, Facts, LoaderFacts
 from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Span, Step, Trace, WorkerReport, Xray
 
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")  # phases in which kernels are launched
+COMPUTING = ("forward", "loss", "backward", "optimizer")  # phases that compute
 LATE_LAUNCHES = 0.15  # of the time of a phase: beyond this the GPU waits for the host in it
 MIN_CEILING = 0.8  # of the run's own speed: a ceiling below this was disturbed by others
 MAX_SAVED = 0.99  # a share of the time that can be saved at the most
@@ -331,11 +332,16 @@ class RankMetrics:
         share = self.share("forward", "loss", "backward")
         return share if self.busy_share is None else min(share, self.busy_share)
 
-    def own_code_within(self, phase: str) -> float:
-        """The share of the time that the script's own code takes within a phase that computes: a metric in numpy
-        between forward and backward, a loop over elements in a model."""
+    @cached_property
+    def own_code_inside(self) -> dict[str, float]:
+        """The share of the time that the script's own code takes within each phase that computes: a metric in numpy
+        between forward and backward, a loop over elements in a model, a training step that the optimizer calls."""
+        return {phase: self.share(phase) * self._own_code_of(phase) for phase in COMPUTING}
+
+    def _own_code_of(self, phase: str) -> float:
+        """The part of a phase's time in which no tensor operation runs."""
         lines = (line for function in in_training(self.rank, (phase,)) for line in function.lines)
-        return self.share(phase) * sum(line.share for line in lines if line.outside_torch)
+        return sum(line.share for line in lines if line.outside_torch)
 
     def passed(self, through: str) -> float:
         """The share of forward passes in which the stack was seen to pass through something, as stacks name it."""
@@ -475,6 +481,15 @@ class RankMetrics:
         whole = [sample for sample in self.samples if sample.time_s - sample.interval_s >= begin_s]
         share = _percent(self._of_trainer("run_delay_pct", whole))
         return min(1.0, share) if share is not None else None
+
+    @cached_property
+    def held_up_by_workers(self) -> float:
+        """The share of time in which the training process has no core because its own workers have them all."""
+        if not self.workers or not self.trainer_delay or self.own_cores is None:
+            return 0.0
+        trainer_pct = Sketch.of(self._of_trainer("cpu_pct", self.samples)).mean or 0.0
+        loading = max(0.0, self.own_cores - trainer_pct / 100)
+        return self.trainer_delay * (_share(loading, loading + (self.cores_others or 0.0)) or 0.0)
 
     @cached_property
     def storage_share(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recorded import RECORDINGS, unpacked
 
-from flatout.diagnose.by_cause import CauseAccount, factor
+from flatout.diagnose.by_cause import BESIDE, CauseAccount
 from flatout.diagnose.rank_metrics import metrics_of
 from flatout.diagnose.rules import diagnosis
 from flatout.model.causes import Finding
@@ -46,12 +47,12 @@ def check_that_it_adds_up(made: Trace) -> None:
     assert account.remainder < 0.05
     together = 1.0
     for finding in found:
-        assert finding.gain_high <= factor(finding.share) + 1e-9, finding
+        assert finding.gain_high <= account.most(finding.share) + 1e-9, finding
         if account.share_of(finding):
             assert finding.share == pytest.approx(account.share_of(finding))
             together *= finding.gain_high
     if account.useful > 0.01:
-        assert together <= 1 / account.useful + 1e-6
+        assert together <= account.most(1 - account.useful) + 1e-6
     known = {finding.title for finding in found}
     assert all(charge.name in known for charge in account.charges if charge.code)
     ranked = [finding for finding in found if finding.code not in (*DANGERS, "compute.saturated")]
@@ -163,7 +164,43 @@ def test_the_verdict_is_the_largest_share() -> None:
     verdict = diagnose(made)[0]
     assert (verdict.code, verdict.where) == ("host.python", "train.py:7")
     assert "metric, which calls numpy.histogram" in verdict.title
-    assert verdict.gain_high == pytest.approx(1 / (1 - verdict.share))
+    assert verdict.gain_high == pytest.approx(1 / (1 - verdict.share) / (1 - BESIDE * verdict.share))
+
+
+def test_without_a_gpu_a_promise_leaves_room_for_what_a_cause_takes_from_the_rest_of_the_step() -> None:
+    """GIVEN a fifth of the time in evaluation THEN on a GPU it promises just that; else the rest may be faster too."""
+    evaluates = (*HEALTHY, ("evaluation", 5.0, 4.0, None))
+    on_gpu, without = diagnose(trace(*evaluates))[0], diagnose(trace(*evaluates, **NO_GPU))[0]
+    assert (on_gpu.share, on_gpu.gain_high) == pytest.approx((0.2, 1.25))
+    assert (without.share, without.gain_high) == pytest.approx((0.2, 1.25 / (1 - 0.2 * BESIDE)))
+    assert without.derived.endswith("with what it takes from the rest of the step")
+
+
+def test_without_a_gpu_samples_that_cost_less_leave_their_cores_to_training() -> None:
+    """GIVEN two workers and training on two cores, a tenth of the time without a core and a fifth waiting for data THEN
+    both are charged to the samples, whose removal frees the cores."""
+    phases = (("data", 20.0, None, None), ("forward", 40.0, None, None), ("backward", 40.0, None, None))
+    trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=70.0, run_delay_pct=10.0)
+    loads = [ProcessSample(pid=n, role="worker", name="python", cpu_pct=65.0) for n in (1, 2)]
+    full = tuple(
+        dataclasses.replace(
+            one, processes=(trainer, *loads), host=dataclasses.replace(one.host, cores_pct=(100.0, 100.0))
+        )
+        for one in hardware(100.0)
+    )
+    made = trace(
+        *phases,
+        samples=full,
+        loader={"num_workers": 2},
+        workers=workers(2, sample_ms=25.0, busy=0.97, on_core=0.6, delay=0.1),
+        facts={"gpu": None, "cores_allowed": 2},
+        xray=None,
+    )
+    found = diagnose(made)[0]
+    assert (found.code, found.share) == ("data.cpu-bound", pytest.approx(0.3))
+    assert found.gain_high == pytest.approx(1 / 0.7 / (1 - 0.3 * BESIDE))
+    assert "cores that loading takes from training" in found.derived
+    check_that_it_adds_up(made)
 
 
 def looks(function: str, where: str, called: str) -> Stacks:
@@ -208,3 +245,13 @@ def test_numpy_between_forward_and_backward_is_the_scripts_own_code() -> None:
     verdict = diagnose(trace(*thirds, stacks=stacks, **NO_GPU))[0]
     assert (verdict.code, verdict.where) == ("host.python", "metric.py:9")
     assert verdict.share == pytest.approx(1 / 6)
+
+
+def test_a_training_step_that_the_optimizer_calls_is_told_from_the_optimizer() -> None:
+    """Lightning hands the optimizer a closure, in which the user's training step runs."""
+    frames = (Frame(where="model.py:31", function="training_step", own=True, source="v = sorted(w.tolist())"),)
+    times = (StackTime(phase="optimizer", frames=(0,), seconds=1.0, looks=50),)
+    stacks = (Stacks(time_s=110.0, pid=1, frames=frames, stacks=times),)
+    phases = [("backward", 40.0, None, None), ("optimizer", 60.0, None, None)]
+    verdict = diagnose(trace(*phases, stacks=stacks, **NO_GPU))[0]
+    assert (verdict.code, verdict.where, verdict.share) == ("host.python", "model.py:31", pytest.approx(0.6))
