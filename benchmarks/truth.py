@@ -3,6 +3,7 @@
     python benchmarks/truth.py SCRIPTS --data DIR [--repeats 3] [--only NAME…] [--resume] [--device cpu] [--out FILE]
     python benchmarks/truth.py SCRIPTS --data DIR --bare                 the clock alone: does everything run?
     python benchmarks/truth.py SCRIPTS --data DIR --lanes 7 --out FILE   seven at once, on two cores each
+    python benchmarks/truth.py SCRIPTS --data DIR --traces DIR --again --out FILE     kept recordings, by today's rules
 
 SCRIPTS holds checkouts of the repositories of planted_scripts.py, as OWNER+NAME, at the commit named there; none of
 their code is in this repository. What they import has to be installed (accelerate, datasets, evaluate, gymnasium,
@@ -23,9 +24,13 @@ to be otherwise idle: where others compute on its cores, that is the truth about
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import functools
 import json
 import math
 import os
+import queue
+import re
 import shutil
 import signal
 import statistics
@@ -65,23 +70,26 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--bare", action="store_true", help="without flatout")
     parser.add_argument("--fraction", type=float, default=1.0, help="of the steps, to try things out")
-    parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th of them, from the K-th on")
-    parser.add_argument("--lanes", type=int, metavar="N", help="in N parts at once, each on two cores of its own (CPU)")
+    parser.add_argument("--lanes", type=int, metavar="N", help="N at once, each on two cores of its own (CPU)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the results as JSON, written after each fault")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="keep the recordings")
+    parser.add_argument("--again", action="store_true", help="judge the recordings in --traces by the rules of today")
     options = parser.parse_args()
     if options.lanes:
         in_lanes(options)
         return
     machine = describe(PACKAGES)
     print(headline(machine), flush=True)
-    if os.getloadavg()[0] > 0.5 and options.part == "1/1":
+    if os.getloadavg()[0] > 0.5:
         print(f"not idle: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+    if options.again:
+        judge_again(options)
+        return
     results: dict[str, dict[str, Any]] = {}
     if options.resume and options.out is not None and options.out.exists():
         results = {r["name"]: r for r in json.loads(options.out.read_text(encoding="utf-8"))["results"]}
-    part, parts = map(int, options.part.split("/"))
-    for fault in list(wanted(options))[part - 1 :: parts]:
-        name = fault.name if isinstance(fault, Fault) else f"healthy: {fault.name}"
+    for fault in wanted(options):
+        name = name_of(fault)
         if name in results:
             continue
         try:
@@ -104,24 +112,72 @@ def save(options: argparse.Namespace, machine: dict[str, Any], results: list[dic
 
 
 def in_lanes(options: argparse.Namespace) -> None:
-    """Everything in parts, at once, on pairs of cores that are theirs alone; then one table."""
+    """Several at once, each on a pair of cores that is its alone; then one table."""
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) >= 2 * options.lanes, f"{options.lanes} lanes need {2 * options.lanes} cores"
-    outs = [options.out.with_suffix(f".{number}.json") for number in range(1, options.lanes + 1)]
-    lanes = []
-    for number, out in enumerate(outs, 1):
-        pair = ",".join(map(str, cores[2 * number - 2 : 2 * number]))
+    pairs: queue.Queue[str] = queue.Queue()
+    for lane in range(options.lanes):
+        pairs.put(f"{cores[2 * lane]},{cores[2 * lane + 1]}")
+    machine, results = describe(PACKAGES) | {"lanes": options.lanes}, list[dict[str, Any]]()
+
+    def try_one(one: Fault | Training) -> list[dict[str, Any]]:
+        pair = pairs.get()
+        out = options.out.with_suffix(f".{pair.partition(',')[0]}.json")
+        out.unlink(missing_ok=True)
         command = ["taskset", "-c", pair, sys.executable, __file__, str(options.scripts), "--data", str(options.data),
-                   "--repeats", str(options.repeats), "--fraction", str(options.fraction),
-                   "--part", f"{number}/{options.lanes}", "--out", str(out)]  # fmt: skip
-        lanes.append(subprocess.Popen([*command, *(["--only", *options.only] if options.only else [])],
-                                      env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}))  # fmt: skip
-    for lane in lanes:
-        lane.wait()
-    told = [json.loads(out.read_text(encoding="utf-8")) for out in outs if out.exists()]
-    results = [result for one in told for result in one["results"]]
-    save(options, told[0]["machine"] | {"lanes": options.lanes}, results)
+                   "--repeats", str(options.repeats), "--fraction", str(options.fraction), "--only", name_of(one),
+                   "--out", str(out), *(["--traces", str(options.traces)] if options.traces else [])]  # fmt: skip
+        # Of a machine with a GPU too: this is about the processor.
+        run = subprocess.run(command, capture_output=True, text=True, check=False,
+                             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+        pairs.put(pair)
+        if out.exists():
+            return list(json.loads(out.read_text(encoding="utf-8"))["results"])
+        return [{"name": name_of(one), **about(one), "problem": tail(run.stdout + run.stderr)}]
+
+    with concurrent.futures.ThreadPoolExecutor(options.lanes) as pool:
+        list(pool.map(functools.partial(_workload_data, folder=options.data), data_of(wanted(options))))
+        for run in concurrent.futures.as_completed([pool.submit(try_one, one) for one in wanted(options)]):
+            results += run.result()
+            print(line_of(results[-1]), flush=True)
+            save(options, machine, results)
     print("\n" + "\n".join(table(results)))
+
+
+def judge_again(options: argparse.Namespace) -> None:
+    """What the rules of today say of the recordings that were kept; the clock's figures stay what they were."""
+    figures = json.loads(options.out.read_text(encoding="utf-8"))
+    known = {name_of(one): one for one in (*FAULTS, *TRAININGS.values())}
+    for result in figures["results"]:
+        one = known[result["name"]]
+        fault = one if isinstance(one, Fault) else None
+        training = TRAININGS[fault.training] if fault else one
+        for number, before in enumerate(result.get("reports", [])):
+            with laid_out(training, options, (fault.edits,) if fault else (), (), fault) as place:
+                trace, told = kept_trace(options, result["name"], number), place.folder / "report.json"
+                said = place.run([sys.executable, "-m", "flatout", "report", str(trace), "--json", str(told)], {})
+                if not told.exists():
+                    raise Failed(f"{result['name']}: {tail(said)}")
+                text = told.read_text(encoding="utf-8").replace(before["folder"], str(place.folder))
+                report = json.loads(text)
+                report["findings"] = report.get("findings") or []
+                now = judged(report, fault, place.places) if fault else judged_healthy(report)
+            if fault:
+                now["gain_held"] = holds(now["promised"], result["gain"], result["step_ms"])
+            result["reports"][number] = now | {"folder": before["folder"]}
+        print(line_of(result), flush=True)
+    options.out.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print("\n" + "\n".join(table(figures["results"])))
+
+
+def name_of(one: Fault | Training) -> str:
+    """What a result is called."""
+    return one.name if isinstance(one, Fault) else f"healthy: {one.name}"
+
+
+def kept_trace(options: argparse.Namespace, name: str, number: int) -> Path:
+    """Where the recording of a run is kept."""
+    return Path(options.traces, f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{number}").resolve()
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Fault | Training]:
@@ -134,6 +190,12 @@ def wanted(options: argparse.Namespace) -> Iterator[Fault | Training]:
     for name in HEALTHY:
         if not options.only or {name, f"healthy: {name}", "healthy"} & set(options.only):
             yield TRAININGS[name]
+
+
+def data_of(some: Iterable[Fault | Training]) -> set[str]:
+    """The data of workloads/ that these need."""
+    needed = {one.data or (TRAININGS[one.training].data if isinstance(one, Fault) else "") for one in some}
+    return needed - {""}
 
 
 class Failed(Exception):
@@ -159,7 +221,7 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
     steps = max(int((fault.steps or training.steps) * options.fraction), 8)
     times: dict[str, list[float]] = {"with": [], "without": []}
     starts, reports, marked = [], [], []
-    for _ in range(options.repeats):
+    for number in range(options.repeats):
         with laid_out(training, options, (fault.edits,), (fault.prepare,), fault) as bare:
             with company(fault.beside):
                 told = clocked(bare, [*bare.flags, *fault.flags], fault.broken, steps)
@@ -173,6 +235,7 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
             with laid_out(training, options, (fault.edits,), (fault.prepare,), fault) as ours, company(fault.beside):
                 report = reported(ours, [*ours.flags, *fault.flags], fault.broken, steps)
                 reports.append(judged(report, fault, ours.places))
+                reports[-1] |= kept(ours, options, fault.name, number)
     gain = statistics.median(times["with"]) / statistics.median(times["without"]) * fault.work
     for report in reports:
         report["gain_held"] = holds(report["promised"], gain, times)
@@ -191,15 +254,23 @@ def tried_healthy(training: Training, options: argparse.Namespace) -> dict[str, 
     """What flatout finds where nothing was planted."""
     reports = []
     steps = max(int(training.steps * options.fraction), 8)
-    for _ in range(options.repeats):
+    for number in range(options.repeats):
         with laid_out(training, options, (), ()) as ours:
             if options.bare:
                 told = clocked(ours, ours.flags, {}, steps)
                 return {"steps": steps, "start_s": round(told["start_s"], 1), "reports": [],
                         "step_ms": {"without": [round(1e3 * told["seconds"] / told["steps"], 2)]}}  # fmt: skip
             report = reported(ours, ours.flags, {}, steps)
-            reports.append(summary(report) | {"alarms": [f["code"] for f in report["findings"] if promise(f) > ALARM]})
+            reports.append(judged_healthy(report) | kept(ours, options, name_of(training), number))
     return {"steps": steps, "load": os.getloadavg()[0], "reports": reports}
+
+
+def kept(training: laid_out, options: argparse.Namespace, name: str, number: int) -> dict[str, Any]:
+    """Keep the recording of a run, if that was asked for; where the script lay is in it."""
+    if options.traces is None:
+        return {}
+    shutil.copytree(training.folder / "trace", kept_trace(options, name, number), dirs_exist_ok=True)
+    return {"folder": str(training.folder)}
 
 
 def holds(promised: Sequence[float] | None, gain: float, times: dict[str, list[float]]) -> bool:
@@ -234,6 +305,11 @@ def judged(report: dict[str, Any], fault: Fault, places: Sequence[Place]) -> dic
         "said": [f"{Path(one.file).name}:{one.line}" for one in said[:8]],
         "promised": [finding["gain_low"], finding["gain_high"]] if finding is not None else None,
     }
+
+
+def judged_healthy(report: dict[str, Any]) -> dict[str, Any]:
+    """What it says where nothing was planted."""
+    return summary(report) | {"alarms": [f["code"] for f in report["findings"] if promise(f) > ALARM]}
 
 
 def promise(finding: dict[str, Any]) -> float:
@@ -355,7 +431,9 @@ class laid_out:
 
     def _environment(self) -> dict[str, str]:
         inner = self.folder / "repo"
-        paths = [inner, *([TOOLS] if self.training.stand_in else []), ROOT / "src", os.environ.get("PYTHONPATH")]
+        # The stand-in is a library, as what it stands for: its lines are not the user's.
+        libraries = [TOOLS / "site-packages"] if self.training.stand_in else []
+        paths = [inner, *libraries, ROOT / "src", os.environ.get("PYTHONPATH")]
         (self.folder / "tmp").mkdir(exist_ok=True)
         setup = {key: value for key, value in SETUP.items() if key != "OMP_NUM_THREADS" or not self.on_gpu}
         return {
