@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from flatout.model.formatting import GPU_READINGS, HOST_READINGS, Reading, shown_in
+from flatout.model.formatting import GPU_READINGS, HOST_READINGS, Reading, amount, shown_in
 from flatout.model.records import GpuSample, HostSample
 from flatout.top.figures import host_readings
 from flatout.trace import Sample
@@ -34,7 +34,7 @@ def test_limits_are_fields_and_short_labels_fit_a_gauge() -> None:
     for reading, sample in [(r, GpuSample) for r in GPU_READINGS] + [(r, HostSample) for r in HOST_READINGS]:
         assert not reading.limit or hasattr(sample, reading.limit), reading.name
         if {"gauge", "wide gauge"} & reading.shown:
-            assert len(reading.short_label) <= 10, reading.name
+            assert len(reading.short or reading.label) <= 10, reading.name
 
 
 def test_a_reading_has_one_entry() -> None:
@@ -45,12 +45,11 @@ def test_a_reading_has_one_entry() -> None:
 
 
 def test_values_are_written_with_their_unit() -> None:
-    by_name = {reading.name: reading for reading in GPU_READINGS}
-    assert by_name["sm_active_pct"].text(71.4) == "71%"
-    assert by_name["power_w"].text(350.2) == "350 W"
-    assert by_name["memory_used_bytes"].text(70 * 2**30) == "70.0 GiB"
-    assert by_name["pcie_rx_bytes_s"].text(3 * 2**20) == "3.0 MiB/s"
-    assert by_name["power_w"].text(None) == "–"
+    assert amount(71.4, "%") == "71%"
+    assert amount(350.2, "W") == "350 W"
+    assert amount(70 * 2**30, "GiB", 140 * 2**30) == "70.0/140.0 GiB"
+    assert amount(3 * 2**20, "MiB/s") == "3.0 MiB/s"
+    assert amount(None, "W") == "–"
 
 
 def test_a_place_lists_its_readings_in_order() -> None:

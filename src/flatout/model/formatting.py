@@ -107,27 +107,19 @@ class Reading:
     short: str = ""  # a label of at most ten characters, where `label` is longer
     color: Literal["work", "claim", "cool", "heat"] = "work"  # of its gauge
 
-    @property
-    def short_label(self) -> str:
-        """The label where there is little room."""
-        return self.short or self.label
 
-    def text(self, value: float | None) -> str:
-        """A value with its unit: 71%, 350 W, 70.0 GiB; a dash where nothing was measured."""
-        if value is None:
-            return "–"
-        if self.unit == "%":
-            return f"{value:.0f}%"
-        return f"{in_unit(value, self.unit)} {self.unit}".rstrip()
+def amount(value: float | None, unit: str, most: float | None = None) -> str:
+    """A value in its unit, and the most it can be: 71%, 350 W, 70.0/140.0 GiB; a dash where nothing was measured."""
+    if value is None:
+        return "–"
+    of = f"/{in_unit(most, unit)}" if most else ""
+    return f"{in_unit(value, unit)}{of} {unit}".rstrip().replace(" %", "%")
 
 
 def in_unit(value: float, unit: str) -> str:
     """A value in a unit, without it: bytes as GiB or MiB/s with one digit, everything else without."""
-    if unit == "GiB":
-        return f"{value / 2**30:.1f}"
-    if unit == "MiB/s":
-        return f"{value / 2**20:.1f}"
-    return f"{value:.0f}"
+    size = {"GiB": 2**30, "MiB/s": 2**20}.get(unit)
+    return f"{value / size:.1f}" if size else f"{value:.0f}"
 
 
 def shown_in(place: Place, readings: Iterable[Reading]) -> tuple[Reading, ...]:

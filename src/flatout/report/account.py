@@ -151,13 +151,12 @@ class PhaseLines:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Every line, as documented."""
-        lines = [line for function in self.functions for line in function.lines]
         rows = []
-        for line in sorted(lines, key=lambda line: -line.share):
-            place = {"phase": self.phase, "where": line.where, "function": line.function}
-            code = {"called": line.called, "source": line.source}
-            rows.append({**place, **code, "share_of_phase": line.share, "share": line.share * self.share})
-        return rows
+        for line in (line for function in self.functions for line in function.lines):
+            shares = {"share_of_phase": line.share, "share": line.share * self.share}
+            code = {name: getattr(line, name) for name in ("where", "function", "called", "source")}
+            rows.append({"phase": self.phase, **code, **shares})
+        return sorted(rows, key=lambda row: -row["share"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,19 +182,9 @@ class RecordedRun:
         return self.metrics[0].breakdown
 
     @property
-    def name(self) -> str:
-        """What the run is called."""
-        return self.first.info.name
-
-    @property
     def ranks(self) -> int:
         """How many there were, those that were not read among them."""
         return len(self.by_rank)
-
-    @property
-    def xray(self) -> Xray | None:
-        """The X-ray, if there was one."""
-        return self.first.xray
 
     @cached_property
     def command(self) -> tuple[str, ...]:
@@ -245,17 +234,18 @@ class RecordedRun:
     @cached_property
     def costs(self) -> dict[str, Any]:
         """What it has cost so far, and what an epoch of it does, its pauses counted: the documented JSON."""
-        metrics, seen, tokens = self.metrics[0], self.breakdown, self.metrics[0].loader.tokens
+        metrics, seen = self.metrics[0], self.breakdown
         seconds, epoch_s, tokens_per_s = seen.wall_ms / 1e3, None, None
         if metrics.steps_an_epoch and seen.steps:
             epoch_s = metrics.steps_an_epoch * seen.training_ms / seen.steps / 1e3
-        if tokens is not None and seen.samples_per_s:
-            tokens_per_s = seen.samples_per_s * tokens.a_sample
+        if metrics.loader.tokens is not None and seen.samples_per_s:
+            tokens_per_s = seen.samples_per_s * metrics.loader.tokens.a_sample
         data: dict[str, Any] = {"seconds": seconds, "epoch_s": epoch_s, "tokens_per_s": tokens_per_s}
         a_second = {}
-        powers_w = [power_w for one in self.metrics if (power_w := _mean_power_w(one)) is not None]
-        if powers_w:  # of all GPUs
-            a_second["energy_wh"] = sum(powers_w) / len(powers_w) * self.ranks / 3600
+        means_w = (Sketch.of(gpu.power_w for gpu in _gpu_samples(one)).mean for one in self.metrics)
+        power_w = Sketch.of(means_w).mean
+        if power_w is not None:  # of all GPUs
+            a_second["energy_wh"] = power_w * self.ranks / 3600
         if self.price is not None:
             a_second["money"] = self.price.of_time(1.0)
             data["currency"] = self.price.sign or None
@@ -268,10 +258,9 @@ class RecordedRun:
     def hardware(self) -> dict[str, float]:
         """Means over the run, of the rank's GPU and of the host; of memory the highest."""
         samples = self.trace.samples.get(self.first.info.host, ())
-        seen = [gpu for sample in samples for gpu in sample.gpus if is_gpu_of(self.first, gpu)]
         figures = {"cpu_pct": Sketch.of(sample.host.cpu_pct for sample in samples).mean}
         for reading in shown_in("run", GPU_READINGS):
-            figures[reading.name] = mean_or_peak(reading, seen)
+            figures[reading.name] = mean_or_peak(reading, _gpu_samples(self.metrics[0]))
         return {name: value for name, value in figures.items() if value is not None}
 
     @cached_property
@@ -281,16 +270,13 @@ class RecordedRun:
         return self.first.windows if steps is None else [window_of([step]) for step in steps]
 
     @property
-    def own_us_per_step(self) -> float | None:
-        """What measuring took of a step."""
-        cost = self.first.facts.own_cost
-        return cost.us_per_step if cost is not None else None
-
-    @property
-    def own_share(self) -> float | None:
-        """The share of a step that measuring took."""
-        mean = self.breakdown.step_ms.mean
-        return self.own_us_per_step / 1e3 / mean if self.own_us_per_step is not None and mean else None
+    def overhead(self) -> dict[str, float | None]:
+        """What measuring took of a step, and the share of it: the documented JSON."""
+        cost, mean_ms = self.first.facts.own_cost, self.breakdown.step_ms.mean
+        spent_us, share = cost.us_per_step if cost is not None else None, None
+        if spent_us is not None and mean_ms:
+            share = spent_us / 1e3 / mean_ms
+        return {"us_per_step": spent_us, "share": share}
 
     @property
     def changes(self) -> str:
@@ -302,29 +288,24 @@ class RecordedRun:
                 applied.append(f"{change.name}={as_typed(change.value)} ({how})")
             else:
                 not_applied.append(f"{change.name} ({change.how})")
-        if not applied and not not_applied:
-            return ""
         sentence = f"changed in this run: {'; '.join(applied) or 'nothing'}."
         if not_applied:
             sentence += f" Not changed: {'; '.join(not_applied)}."
-        return sentence
+        return sentence if applied or not_applied else ""
 
     def settings(self) -> list[tuple[str, Any]]:
         """What was in force and what the script read, by name."""
         facts = to_json(self.facts)
         read, loaders, _ = (facts.pop(name, []) for name in ("settings", "loaders", "changes"))
         changes = [f"{change.name}={change.value}" for change in self.facts.changes if change.applied]
-        found = [("command", " ".join(self.command)), ("ranks", self.ranks), ("loaders", len(loaders))]
+        named = [("command", " ".join(self.command)), ("ranks", self.ranks), ("loaders", len(loaders))]
         for number, loader in enumerate(loaders, 1):
             loader.pop("tokens", None)  # counted, not set
-            found += _flat(f"loader {number}", loader)
+            named.append((f"loader {number}", loader))
         if changes:
-            found.append(("changed by flatout", changes))
-        for name, value in facts.items():
-            found += _flat(name, value)
-        for one in read:
-            found += _flat(one.get("file") or one["source"], one["values"])
-        return found
+            named.append(("changed by flatout", changes))
+        named += [*facts.items(), *((one.get("file") or one["source"], one["values"]) for one in read)]
+        return [setting for name, value in named for setting in _flat(name, value)]
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout report`."""
@@ -339,7 +320,7 @@ class RecordedRun:
             "schema": SCHEMA,
             "verdict": self.findings[0].code if self.findings else None,
             "findings": [finding_to_json(finding) for finding in self.findings],
-            "name": self.name,
+            "name": self.first.info.name,
             "trace": self.folder,
             "ranks": self.ranks,
             "ended": self.ended,
@@ -348,11 +329,11 @@ class RecordedRun:
             "account": to_json(self.causes.charges) if self.causes is not None else [],
             "lines": [line for phase in self.lines for line in phase.to_json()],
             "facts": {"steps": b.steps, **speeds, **to_json(self.facts)},
-            "xray": _with_quantiles(self.xray) if self.xray is not None else None,
+            "xray": _with_quantiles(self.first.xray) if self.first.xray is not None else None,
             "workers": [_with_quantiles(workers) for workers in self.workers],
             "hardware": self.hardware,
             "costs": self.costs,
-            "overhead": {"us_per_step": self.own_us_per_step, "share": self.own_share},
+            "overhead": self.overhead,
             "notes": self.notes,
         }
 
@@ -392,10 +373,10 @@ def mean_or_peak(reading: Reading, seen: Sequence[GpuSample]) -> float | None:
     return values.high if reading.peak and values.count else values.mean
 
 
-def _mean_power_w(metrics: RankMetrics) -> float | None:
+def _gpu_samples(metrics: RankMetrics) -> list[GpuSample]:
     """Of a rank's GPU over the whole run."""
     samples = metrics.trace.samples.get(metrics.rank.info.host, ())
-    return Sketch.of(gpu.power_w for s in samples for gpu in s.gpus if is_gpu_of(metrics.rank, gpu)).mean
+    return [gpu for sample in samples for gpu in sample.gpus if is_gpu_of(metrics.rank, gpu)]
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -428,9 +409,8 @@ def _summed_up(reports: Sequence[WorkerReport]) -> Workers:
     delays = [r.run_delay_s for r in reports if r.run_delay_s is not None]
     samples = sum(r.samples for r in reports)
     transforms: dict[str, float] = {}
-    for report in reports:
-        for name, seconds in report.transforms_s.items():
-            transforms[name] = transforms.get(name, 0.0) + seconds * 1e3 / samples
+    for name, seconds in (spent for r in reports for spent in r.transforms_s.items()):
+        transforms[name] = transforms.get(name, 0.0) + seconds * 1e3 / samples
     slowest = sorted(((took, int(index)) for r in reports for took, index in r.slowest), reverse=True)
     return Workers(
         dataset=reports[0].dataset,

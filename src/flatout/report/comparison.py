@@ -97,9 +97,8 @@ class Side:
     @property
     def training_set(self) -> str:
         """The dataset of the first loader: its class, whatever module it came from, and its length."""
-        for loader in self.run.facts.loaders:
-            name = loader.dataset.rpartition(".")[2]
-            return name if loader.length is None else f"{name} of {count_of(loader.length, 'sample')}"
+        for loader in self.run.facts.loaders[:1]:
+            return loader.class_name + (f" of {count_of(loader.length, 'sample')}" if loader.length is not None else "")
         return ""
 
     def figures(self) -> dict[str, str]:
@@ -127,7 +126,7 @@ class Side:
         b = self.run.breakdown
         return {
             "trace": self.run.folder,
-            "name": self.run.name,
+            "name": self.run.first.info.name,
             "ranks": self.run.ranks,
             "steps": b.steps,
             "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},

@@ -166,8 +166,9 @@ class FixProgress(ProgressListener):
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def run_begins(self, what: str, left_s: float) -> None:
-        line = f"… {what} ({duration(1e3 * max(0.0, left_s))} left)"
+    def run_begins(self, what: str, left_s: float, number: int, about: int) -> None:
+        of = f" of about {about}" if about else ""
+        line = f"… run {number}{of}: {what} ({duration(1e3 * max(0.0, left_s))} left)"
         self._console.print(Text(line, style="dim"), soft_wrap=True)
 
     def say(self, line: str) -> None:

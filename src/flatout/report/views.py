@@ -18,7 +18,17 @@ from flatout.diagnose.rank_metrics import MIN_CEILING
 from flatout.fix.result import Attempt
 from flatout.model.causes import Finding
 from flatout.model.changes import BY_NAME
-from flatout.model.formatting import GPU_READINGS, as_typed, count_of, duration, in_full, ms, ms_a_step, shown_in
+from flatout.model.formatting import (
+    GPU_READINGS,
+    amount,
+    as_typed,
+    count_of,
+    duration,
+    in_full,
+    ms,
+    ms_a_step,
+    shown_in,
+)
 from flatout.model.records import Facts
 from flatout.model.stats import FEW_STEPS, LONG_S
 from flatout.report.account import PhaseLines, RankFigures, RecordedRun, mean_or_peak
@@ -207,14 +217,14 @@ def run_view(run: RecordedRun, *, brief: bool, charts: Sequence[ReportSection] =
     if not brief:
         sections += [
             ReportSection("samples", "Slow samples", _slow_samples(run)),
-            ReportSection("xray", "X-ray: kernel by kernel", _xray(run.xray)),
+            ReportSection("xray", "X-ray: kernel by kernel", _xray(run.first.xray)),
             ReportSection("gpus", "The GPUs", [_gpus(run.trace)]),
             ReportSection("ranks", "The ranks", _ranks(run.by_rank)),
             ReportSection("facts", "The facts", [_facts(run)]),
         ]
     sections += [ReportSection("notes", "Notes", run.notes), ReportSection("trace", "Trace", [run.folder])]
     return ReportView(
-        about=("flatout", run.name, info.host, run.facts.gpu or "", began),
+        about=("flatout", info.name, info.host, run.facts.gpu or "", began),
         headlines=[*(f"{how}." for how in (run.ended,) if how), headline(run)],
         figures=[*_figures(run), *_cost_figures(run)],
         command=" ".join(run.command),
@@ -223,7 +233,7 @@ def run_view(run: RecordedRun, *, brief: bool, charts: Sequence[ReportSection] =
 
 
 def _figures(run: RecordedRun) -> list[tuple[str, str, str]]:
-    b, xray, gpu = run.breakdown, run.xray, run.hardware
+    b, xray, gpu = run.breakdown, run.first.xray, run.hardware
     rows = [("steps", f"{b.steps:,}", f"{duration(b.training_ms)} of training, {duration(b.wall_ms)} in all")]
     median, p95 = b.step_ms.quantile(0.5), b.step_ms.quantile(0.95)
     if median is not None and p95 is not None:
@@ -338,8 +348,9 @@ def time_spent(run: RecordedRun, *, brief: bool = False) -> list[Part]:
     columns = 4 if knows_idle else 3
     training = Table(title="", heads=heads[:columns], rows=[row[:columns] for row in rows], bars=bars)
     cost = ""
-    if run.own_share is not None:
-        cost = f"Measuring took about {run.own_us_per_step:.0f} µs a step ({run.own_share:.2%})"
+    spent_us, share = run.overhead.values()
+    if share is not None:
+        cost = f"Measuring took about {spent_us:.0f} µs a step ({share:.2%})"
     if brief:
         return [training, cost]
     striped = "Striped: the GPU was idle meanwhile." if knows_idle else ""
@@ -429,7 +440,7 @@ def _gpus(trace: Trace) -> Table:
     readings = shown_in("report", GPU_READINGS)
     rows: list[tuple[str, ...]] = []
     for (host, _), gpus in seen.items():
-        cells = [reading.text(mean_or_peak(reading, gpus)) for reading in readings]
+        cells = [amount(mean_or_peak(reading, gpus), reading.unit) for reading in readings]
         reasons = sorted({reason for gpu in gpus for reason in gpu.throttle or () if reason != "idle"})
         rows.append((f"{host} GPU {gpus[-1].index}: {gpus[-1].name}", *cells, ", ".join(reasons) or "–"))
     heads = (f"{reading.label}{', highest' * reading.peak}" for reading in readings)

@@ -20,6 +20,7 @@ from flatout.model.formatting import (
     HOST_READINGS,
     MEMORY_FULL_PCT,
     Reading,
+    amount,
     count_of,
     duration,
     in_unit,
@@ -285,15 +286,7 @@ def _check_targets(host: Figures) -> Iterator[TargetResult]:
 
 def percent(value: float | None) -> str:
     """A share: 71%."""
-    return "–" if value is None else f"{value:.0f}%"
-
-
-def amount(value: float | None, unit: str, most: float | None = None) -> str:
-    """A value in its unit, and the most it can be: 350 W, 70.0/140.0 GiB."""
-    if value is None:
-        return "–"
-    of = f"/{in_unit(most, unit)}" if most else ""
-    return f"{in_unit(value, unit)}{of} {unit}"
+    return amount(value, "%")
 
 
 def size(value: float | None, per: str = "") -> str:
@@ -435,8 +428,7 @@ def _gpus_table(gpus: Sequence[tuple[GpuFigures, Verdict]]) -> Iterator[str]:
     """Several GPUs, a row each; every figure of each is in the JSON."""
     yield "GPU active   sd util idle   mem   power   heat  verdict"
     for gpu, verdict in gpus:
-        deviation = amount(gpu.activity.deviation, "").strip()
-        line = f"{gpu.last.index:>3}{percent(gpu.activity.mean):>7}{deviation:>5}"
+        line = f"{gpu.last.index:>3}{percent(gpu.activity.mean):>7}{amount(gpu.activity.deviation, ''):>5}"
         line += f"{percent(gpu.levels['gpu_util_pct'].mean):>5}{percent(gpu.idle_pct):>5}"
         line += f"{percent(gpu.levels.peak('memory_pct')):>6}{amount(gpu.levels['power_w'].mean, 'W'):>8}"
         line += f"{amount(gpu.levels.peak('temperature_c'), '°C'):>7}"

@@ -23,11 +23,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widgets import Footer, Static
 
-from flatout.model.formatting import GPU_READINGS, Reading, count_of, duration, printable, shown_in
+from flatout.model.formatting import GPU_READINGS, Reading, amount, count_of, duration, printable, shown_in
 from flatout.model.records import share_pct
 from flatout.top.figures import Figures, cpu_budget_pct, work_pct
 from flatout.top.sample_source import SampleSource, Stop
-from flatout.top.summary import STYLES, Verdict, amount, percent, size, sum_up, tone
+from flatout.top.summary import STYLES, Verdict, percent, size, sum_up, tone
 from flatout.trace import GpuSample, ProcessSample, Sample
 
 KEPT_SAMPLES = 600
@@ -289,7 +289,7 @@ def _gauges(gpu: GpuSample, *, has_sm: bool) -> list[Gauge]:
     readings = sorted(shown_in("gauge", GPU_READINGS), key=lambda reading: reading.name != "sm_active_pct")
     gauges = []
     for reading in readings:
-        label, value = reading.short_label, getattr(gpu, reading.name)
+        label, value = reading.short or reading.label, getattr(gpu, reading.name)
         if reading.name == "sm_active_pct" and not has_sm:
             label, value = "power (SM)", work_pct(gpu)
         if value is not None or reading.name not in ONLY_WITH_GPM:
@@ -299,8 +299,7 @@ def _gauges(gpu: GpuSample, *, has_sm: bool) -> list[Gauge]:
 
 def _gauge(label: str, value: float | None, reading: Reading, most: float | None) -> Gauge:
     pct = value if reading.unit in ("%", "°C") else share_pct(value, most)
-    text = amount(value, reading.unit, most) if reading.limit else reading.text(value)
-    return label, pct, COLORS.get(reading.color, heat(pct)), text
+    return label, pct, COLORS.get(reading.color, heat(pct)), amount(value, reading.unit, most)
 
 
 def grid(gauges: Sequence[Gauge], columns: int = 1) -> Table:

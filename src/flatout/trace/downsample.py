@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ NEIGHBOURS = 2
 WINDOW_STEPS, WINDOW_MS = 50, 500.0  # at least, both
 BYTES_A_LENGTH = 2_500_000
 NAMES_A_WINDOW = 100
+VALUES_AT_ONCE = 1_000
 RAW_SAMPLE_BYTES = 16_000_000
 BYTES_A_STRIDE = 3_000_000
 
@@ -85,10 +86,6 @@ class LightSteps:
     def _starts(self) -> list[int]:
         """The place in `events` where each step begins, and where the last one ends."""
         return [0, *(place for place, event in enumerate(self.events, 1) if type(event) is float)]
-
-    def last(self, count: int) -> list[Step]:
-        """The last `count` steps."""
-        return self.part(max(0, len(self.ends_s) - count), len(self.ends_s))
 
     def part(self, first: int, end: int) -> list[Step]:
         """The steps from place `first` up to place `end`."""
@@ -151,7 +148,7 @@ class StepDownsampler:
             if self._seen > RAW_STEPS:
                 kept = self._outliers.among([step.wall_ms], lambda first, end: [step][first:end])
             self._window.add(step)
-        return self._with_room(kept) + self._full_window()
+        return self._with_room(kept)
 
     def push_many(self, plain: LightSteps) -> list[Step | Window]:
         """Add light steps, all at once; one by one at the beginning of a run."""
@@ -160,16 +157,12 @@ class StepDownsampler:
         self._seen += len(plain.walls_ms)
         kept = self._outliers.among(plain.walls_ms, plain.part)
         self._window.add_many(plain)
-        return self._with_room(kept) + self._full_window()
+        return self._with_room(kept)
 
     def _with_room(self, raw: list[Step]) -> list[Step | Window]:
-        """Raw steps, as long as there is room for them."""
-        return [*raw] if self._raw_bytes_left > 0 else []
-
-    def _full_window(self) -> list[Step | Window]:
-        if not self._window.is_full(self._length):
-            return []
-        return self.flush()
+        """Raw steps, as long as there is room for them, and the window if it is full."""
+        full = self.flush() if self._window.is_full(self._length) else []
+        return [*(raw if self._raw_bytes_left > 0 else ()), *full]
 
     def flush(self) -> list[Step | Window]:
         """Close the window that is open, if any."""
@@ -242,11 +235,9 @@ class WindowBuilder:
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None  # index, and when it began
         self._last_index = 0
-        self._wall_ms = Sketch()
         self._total_ms = 0.0
-        # Wall times and waits of light steps, by the names of their spans.
-        self._plain_ms: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
-        self._spans_ms: dict[str, Sketch] = {}
+        self._wall_ms = _Values()
+        self._spans_ms: dict[str, _Values] = {}
         self._idle_ms: dict[str, float] = {}
         self._busy_ms: dict[str, float] = {}
         self._gpu_steps = 0
@@ -256,18 +247,12 @@ class WindowBuilder:
 
     def add(self, step: Step) -> None:
         """Add one step."""
-        self._first = self._first or (step.index, step.start_s)
-        self._last_index = step.index
-        self.steps += 1
-        self._total_ms += step.wall_ms
-        self._wall_ms.add(step.wall_ms)
-        self._add_samples(step.samples)
+        self._add(step.index, step.start_s, [step.wall_ms], step.samples)
         if step.loss is not None:
             self._loss.add(step.loss)
         on_gpu = False
         for name, (host_ms, idle_ms, busy_ms) in span_totals(step).items():
-            key = name_within(self._spans_ms, name)
-            self._spans_ms.setdefault(key, Sketch()).add(host_ms)
+            key = self._add_span(name, [host_ms])
             for sums, ms in ((self._idle_ms, idle_ms), (self._busy_ms, busy_ms)):
                 if ms is not None:
                     on_gpu = True
@@ -275,48 +260,63 @@ class WindowBuilder:
         self._gpu_steps += on_gpu
 
     def add_many(self, plain: LightSteps) -> None:
-        """Add light steps. Their times are only collected here; `window` adds them up all at once."""
-        walls = plain.walls_ms
-        self._first = self._first or (plain.first_index, plain.start_s)
-        self._last_index = plain.first_index + len(walls) - 1
-        self.steps += len(walls)
-        self._total_ms += sum(walls)
-        self._add_samples(plain.samples or None)
-        all_walls, all_waits = self._plain_ms.setdefault((plain.waiting, plain.computing), ([], []))
-        all_walls.extend(walls)
-        all_waits.extend(plain.waits_ms)
+        """Add light steps."""
+        walls, waits = plain.walls_ms, plain.waits_ms
+        self._add(plain.first_index, plain.start_s, walls, plain.samples or None)
+        self._add_span(plain.waiting, waits)
+        self._add_span(plain.computing, [wall - wait for wall, wait in zip(walls, waits, strict=True)])
 
-    def _add_samples(self, samples: int | None) -> None:
+    def _add(self, first_index: int, start_s: float, walls_ms: list[float], samples: int | None) -> None:
+        self._first = self._first or (first_index, start_s)
+        self._last_index = first_index + len(walls_ms) - 1
+        self.steps += len(walls_ms)
+        self._total_ms += sum(walls_ms)
+        self._wall_ms.add(walls_ms)
         if samples is not None:
             self._samples = (self._samples or 0) + samples
+
+    def _add_span(self, name: str, host_ms: list[float]) -> str:
+        """Count these in; the name under which they were."""
+        key = name_within(self._spans_ms, name)
+        self._spans_ms.setdefault(key, _Values()).add(host_ms)
+        return key
 
     def is_full(self, steps: int) -> bool:
         return self.steps >= steps and self._total_ms >= WINDOW_MS
 
-    def _add_up_light_steps(self) -> None:
-        for (waiting, computing), (walls, waits) in self._plain_ms.items():
-            self._wall_ms.merge(Sketch.of(walls))
-            worked = [wall - wait for wall, wait in zip(walls, waits, strict=True)]
-            for name, values in ((waiting, waits), (computing, worked)):
-                self._spans_ms.setdefault(name_within(self._spans_ms, name), Sketch()).merge(Sketch.of(values))
-        self._plain_ms.clear()
-
     def window(self) -> Window:
         """The window of all steps added."""
         assert self._first is not None
-        self._add_up_light_steps()
         return Window(
             first_index=self._first[0],
             last_index=self._last_index,
             start_s=self._first[1],
-            wall_ms=self._wall_ms,
-            spans_ms=self._spans_ms,
+            wall_ms=self._wall_ms.sketch(),
+            spans_ms={name: values.sketch() for name, values in self._spans_ms.items()},
             gpu_steps=self._gpu_steps,
             gpu_idle_ms=self._idle_ms,
             gpu_busy_ms=self._busy_ms,
             samples=self._samples,
             loss=self._loss,
         )
+
+
+class _Values:
+    """Values on their way into a sketch: many at once take half the time, and few wait in memory."""
+
+    def __init__(self) -> None:
+        self._waiting: list[float] = []
+        self._counted = Sketch()
+
+    def add(self, values: list[float]) -> None:
+        self._waiting += values
+        if len(self._waiting) > VALUES_AT_ONCE:
+            self.sketch()
+
+    def sketch(self) -> Sketch:
+        self._counted.merge(Sketch.of(self._waiting))
+        self._waiting.clear()
+        return self._counted
 
 
 def window_of(steps: list[Step]) -> Window:
@@ -327,7 +327,7 @@ def window_of(steps: list[Step]) -> Window:
     return builder.window()
 
 
-def name_within(known: dict[str, Sketch], name: str) -> str:
+def name_within(known: Mapping[str, object], name: str) -> str:
     """`name`, or without its line once there are too many names to keep apart."""
     if name in known or len(known) < NAMES_A_WINDOW:
         return name
@@ -411,11 +411,11 @@ def _mean_value(weighted: list[tuple[Any, float]]) -> Any:
     """The mean of numbers, of records, or of items of the same kind, one by one; of all else the last."""
     last = weighted[-1][0]
     if isinstance(last, int | float):
-        total_s = sum(length for _, length in weighted)
-        if total_s <= 0:  # the very first sample covers no time, so it counts only where it is alone
-            mean = sum(value for value, _ in weighted) / len(weighted)
-        else:
-            mean = sum(value * length for value, length in weighted) / total_s
+        if not any(
+            length for _, length in weighted
+        ):  # the very first sample covers no time: it counts where it is alone
+            weighted = [(value, 1.0) for value, _ in weighted]
+        mean = sum(value * length for value, length in weighted) / sum(length for _, length in weighted)
         return round(mean) if all(isinstance(value, int) for value, _ in weighted) else mean
     if dataclasses.is_dataclass(last):
         return _mean(weighted)
