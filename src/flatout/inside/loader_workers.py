@@ -52,7 +52,7 @@ class Meter:
         # Batches, samples, wall time and CPU time of the samples, collate: in all, and of the batch measured last.
         self._totals = [0, 0, 0.0, 0.0, 0.0]
         self._latest = [0, 0, 0.0, 0.0, 0.0]
-        self._skipped = self._to_skip = 0  # batches that are not measured: each counts as the one measured before it
+        self._to_skip = 0  # batches that are not measured: each counts as the one measured before it
         self._began_cpu_s = 0.0
         self._loaded: list[tuple[float, int]] = []  # of the batch that is being loaded: seconds, and samples
         self._sample_ms = Sketch()
@@ -83,10 +83,8 @@ class Meter:
         self.phase = "samples"
         if self._to_skip:
             self._to_skip -= 1
-            self._skipped += 1
+            self._count_latest()
             return False
-        self._count(self._skipped)
-        self._skipped = 0
         self._loaded = []
         self._began_cpu_s = time.thread_time()
         return True
@@ -99,10 +97,7 @@ class Meter:
         start = time.perf_counter()
         sample = get(index)
         seconds = time.perf_counter() - start
-        if isinstance(index, list):
-            self._loaded.append((seconds, len(index)))
-        else:
-            self._loaded.append((seconds, 1))
+        self._loaded.append((seconds, len(index) if isinstance(index, list) else 1))
         if isinstance(index, int) and not self._is_first:
             heapq.heappush(self._slowest, (seconds, index))
             if len(self._slowest) > _SLOWEST_KEPT:
@@ -131,7 +126,7 @@ class Meter:
     def collated(self, seconds: float) -> None:
         """The batch is put together."""
         self._latest[4] = seconds
-        self._count(1)
+        self._count_latest()
         _, samples, wall_s, _, _ = self._latest
         quick = wall_s + seconds < _QUICK_BATCH_S or wall_s < _QUICK_SAMPLE_S * samples
         if quick and self._totals[0] >= _MEASURED_AT_FIRST:
@@ -146,13 +141,11 @@ class Meter:
             self._report_every_s = min(_LAST_REPORT_S, self._report_every_s * 1.5)
             self.write()
 
-    def _count(self, times: int) -> None:
-        self._totals = [total + times * latest for total, latest in zip(self._totals, self._latest, strict=True)]
+    def _count_latest(self) -> None:
+        self._totals = [total + latest for total, latest in zip(self._totals, self._latest, strict=True)]
 
     def report(self) -> WorkerReport:
-        """The totals as they stand, with those of the skipped batches."""
-        self._count(self._skipped)
-        self._skipped = 0
+        """The totals as they stand."""
         batches, samples, wall_s, cpu_s, collate_s = self._totals
         return WorkerReport(
             time_s=time.monotonic(),

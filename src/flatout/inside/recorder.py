@@ -88,7 +88,7 @@ class _OpenStep:
     marks: list[Any] = field(default_factory=list)
     crowd_s: dict[str, float] = field(default_factory=dict)  # phases beyond SPANS_A_STEP, by name
     samples: int | None = None
-    loss: Any = None
+    loss: Any = None  # a ticket for it
     micro_steps: int = 0
 
 
@@ -273,8 +273,11 @@ class Recorder:
         elif alone:
             self._evaluation.suspect(surely=trained and not training and not learns)
 
-    def backward(self, loss: Any = None) -> None:
-        """A backward pass begins; `loss` is a ticket for its value."""
+    def backward(self, tensors: Any = None) -> None:
+        """A backward pass begins, from a loss or several tensors."""
+        loss = None
+        if self._losses is not None:
+            loss = self._losses.take(tensors, from_gpu=self.marking)
         self.push(BACKWARD)
         self._settle()
         self._open.micro_steps += 1
@@ -283,10 +286,7 @@ class Recorder:
 
     def _settle(self) -> None:
         """What has been going on is training: its batches count."""
-        if self._evaluation.undisturbed:
-            self._evaluation.since = len(self._open.pieces)
-            return
-        if self._evaluation.shown_by_training():
+        if self._evaluation.is_sure:
             self._call_it_evaluation()
         samples = self._evaluation.settle(len(self._open.pieces))
         if samples:
@@ -470,7 +470,7 @@ class _Evaluation:
         self._in_hand: dict[int, int] = {}
         self._last: int | None = None
         self._fed_by: int | None = None  # the loader behind the suspected forward pass
-        self._surely = False
+        self.is_sure = False  # if training goes on, what is suspected was evaluation all the same
         self._evaluated: int | None = None  # the loader of the evaluation that is going on
 
     @property
@@ -488,7 +488,7 @@ class _Evaluation:
         """A forward pass that may be evaluation; `surely` where only a batch at hand would make it
         training."""
         self.suspected = True
-        self._surely = self._surely or (surely and not self._in_hand)
+        self.is_sure = self.is_sure or (surely and not self._in_hand)
         self._fed_by = self._last if self._in_hand else None
 
     def shown_by_fetch(self, loader: int, *, learns: bool) -> bool:
@@ -497,10 +497,6 @@ class _Evaluation:
             return self._fed_by is None or self._fed_by == loader or self._fed_by not in self.train_loaders
         return not self.on and not learns and loader not in self.train_loaders
 
-    def shown_by_training(self) -> bool:
-        """Whether training that goes on shows that what came before was evaluation."""
-        return self.suspected and self._surely
-
     def is_trainings_batch(self, loader: int | None) -> bool:
         """Whether a batch that came in between was training's all the same."""
         return loader is not None and loader != self._fed_by and loader in self.train_loaders
@@ -508,8 +504,8 @@ class _Evaluation:
     def called(self, pieces: int) -> None:
         """What came before has been called evaluation; it goes on until training shows itself."""
         self._in_hand = {k: n for k, n in self._in_hand.items() if k in self.train_loaders and k != self._fed_by}
-        self.on, self.since, self._evaluated = True, pieces, self._fed_by
-        self.suspected, self._surely, self._fed_by = False, False, None
+        self._begin_anew(pieces, evaluated=self._fed_by)
+        self.on = True
 
     def asked(self, loader: int, *, learns: bool) -> None:
         """`loader` is asked for a batch. If it is training's own, or not known yet, training may go on."""
@@ -526,18 +522,20 @@ class _Evaluation:
         if self.on and self._last is not None:
             self.train_loaders.add(self._last)
         self._in_hand.clear()
-        self.on, self.since, self._evaluated = False, pieces, None
-        self.suspected, self._surely, self._fed_by = False, False, None
+        self._begin_anew(pieces)
         return samples
+
+    def _begin_anew(self, pieces: int, evaluated: int | None = None) -> None:
+        self.since, self._evaluated, self._fed_by = pieces, evaluated, None
+        self.on = self.suspected = self.is_sure = False
 
 
 class _Cycle:
     """Which optimizer ends a step, where several take turns: the last one before the first is called again."""
 
     def __init__(self) -> None:
-        self._order: list[int] = []
         self._closer: int | None = None
-        self._others: set[int] = set()
+        self._others: list[int] = []  # that have stepped since it did
         self.only: int | None = None  # where there is but one, and it is known to end a step
 
     @property
@@ -546,21 +544,23 @@ class _Cycle:
         return self._closer is not None
 
     def closes(self, optimizer: int) -> bool:
-        if self._closer == optimizer:
-            self.only = optimizer if len(self._order) == 1 and not self._others else None
+        self.only = None
+        if optimizer == self._closer:
+            if not self._others:
+                self.only = optimizer
             self._others.clear()
             return True
-        self.only = None
-        if self._closer is not None:
-            if optimizer not in self._others:
-                self._others.add(optimizer)
-                return False
-            self._order, self._closer = [], None  # twice without the one that used to end a step: that one is gone
+        if optimizer not in self._others:
+            self._others.append(optimizer)
+            return self._closer is None
+        if self._closer is None:
+            self._closer = self._others[-1]
             self._others.clear()
-        if optimizer in self._order:
-            self._closer = self._order[-1]
             return optimizer == self._closer
-        self._order.append(optimizer)
+        self._closer, self._others = (
+            None,
+            [optimizer],
+        )  # twice without the one that used to end a step: that one is gone
         return True
 
 

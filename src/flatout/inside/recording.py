@@ -133,10 +133,9 @@ class Recording:
         self._writer: TraceWriter | None = None
         self._early: list[Step | LightSteps] = []
         self._began_s = time.monotonic()
-        self._losses = LossReader()
         with_cuda = torch.version.cuda is not None
         gpu = CudaClock() if with_cuda else None
-        self.recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=self._losses, sampling=sampling)
+        self.recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=LossReader(), sampling=sampling)
         self._exchange: GradientExchange | None = None
         self._parallel: ParallelFacts | None = None
         self._last_optimizer: Callable[[], Any] = lambda: None  # its parameters may be many: they are not held here
@@ -195,14 +194,6 @@ class Recording:
         """A loader is about to begin a pass, and perhaps to start its workers."""
         os.environ[RANK] = str(_rank_and_world_size()[0])  # its workers write beside the rank they belong to
         self.loaders.pass_begins(number, loader)
-
-    def backward_begins(self, tensors: Any) -> None:
-        """A backward pass is about to run."""
-        loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-        if self.recorder.marking or not getattr(loss, "is_cuda", False):
-            self.recorder.backward(self._losses.take(loss))
-        else:
-            self.recorder.backward()
 
     def step_ended(self, optimizer: Any) -> None:
         """A training step is over: the few things that happen once, each at its step, and then a rare look."""

@@ -115,23 +115,23 @@ class Settings:
         self.read: list[SettingsRead] = []
         self._looked_at_modules = False
 
-    def note(self, source: str, where: str | None, values: Any, options: dict[str, str] | None = None) -> None:
-        """Remember one set of values. Files of installed packages are not the user's settings."""
-        if where is not None and "-packages" in str(where):
+    def loaded(self, source: str, file: Any, values: Any, options: dict[str, str] | None = None) -> None:
+        """Values have been read, from a `file` if it has a name. Those of installed packages are not the user's."""
+        file = None if file is None else str(file)
+        if file is not None and "-packages" in file:
             return
         if not isinstance(values, dict) or not values or len(self.read) >= _MOST_SOURCES:
             return  # a dataset may read a file a sample
         # A secret that is cut short would no longer look like one: hide it first.
         known = redact_setting("", _cut(values, 10 * _LONGEST_TEXT))
-        file = str(where) if where is not None else None
         entry = SettingsRead(source=source, file=file, values=_cut(known), options=options or {})
         if entry not in self.read:
             self.read.append(entry)
 
-    def note_arguments(self, parser: Any, namespace: Any) -> None:
-        """Remember what argparse made of the command line, with the option that sets each value."""
+    def arguments(self, parser: Any, namespace: Any) -> None:
+        """The command line has been parsed: remember it, with the option that sets each value."""
         options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
-        self.note("argparse", None, vars(namespace), options)
+        self.loaded("argparse", None, vars(namespace), options)
 
     def note_config_modules(self) -> None:
         """Remember plain values of the user's own modules that are called config or settings (once)."""
@@ -149,7 +149,7 @@ class Settings:
                 continue
             plain = (bool, int, float, str, list, tuple, dict, type(None))
             values = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, plain)}
-            self.note("python", path, values)
+            self.loaded("python", path, values)
 
 
 def _cut(value: Any, longest: int = _LONGEST_TEXT) -> Any:
@@ -175,11 +175,9 @@ def _record_arguments(argparse: Any) -> None:
 
     def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
         result = parse(parser, *args, **kwargs)
-        if _knobs is not None:
+        for reader in _readers:
             with suppress(Exception):
-                _knobs.arguments(parser, result[0])
-        with suppress(Exception):
-            settings.note_arguments(parser, result[0])
+                reader.arguments(parser, result[0])
         return result
 
     argparse.ArgumentParser.parse_known_args = parse_known_args
@@ -192,12 +190,9 @@ def _record_loads(module: Any) -> None:
         result = load(*args, **kwargs)
         # PyYAML calls it `stream`, json calls it `fp`.
         stream = args[0] if args else kwargs.get("stream", kwargs.get("fp"))
-        file = getattr(stream, "name", None)
-        if _knobs is not None:
+        for reader in _readers:
             with suppress(Exception):
-                _knobs.loaded(source, file, result)
-        with suppress(Exception):
-            settings.note(source, file, result)
+                reader.loaded(source, getattr(stream, "name", None), result)
         return result
 
     module.load = load_and_note
@@ -206,13 +201,13 @@ def _record_loads(module: Any) -> None:
 # -- the beginning of a recording ----------------------------------------------------------------------
 
 settings = Settings()
-_knobs: Knobs | None = None
+_readers: list[Knobs | Settings] = [settings]  # of settings; what a plan changes is done first
 _started = False
 
 
 def start() -> None:
     """Wait for torch (once a process). `FLATOUT=off` and processes not launched by flatout are left alone."""
-    global _knobs, _started
+    global _started
     try:
         options = Options.from_environment(os.environ)
         if _started or options is None:
@@ -225,7 +220,7 @@ def start() -> None:
         if any(change.knob for change in changes):
             from flatout.inside.changes.knob_values import Knobs
 
-            _knobs = Knobs(ledger)
+            _readers.insert(0, Knobs(ledger))
         watch_settings()
         when_imported("torch", lambda torch: _torch_is_here(torch, options, ledger))
     except Exception as problem:

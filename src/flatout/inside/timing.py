@@ -225,7 +225,7 @@ class Timing:
     # -- forward, backward, optimizer --------------------------------------------------------------
 
     def _run_backward(self, point: PatchPoint) -> Any:
-        recorder, time, recording = self._recorder, self._time, self._recording
+        recorder, time = self._recorder, self._time
 
         def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling() or time.off or get_ident() != recorder.thread:
@@ -233,7 +233,7 @@ class Timing:
             if recorder.light:
                 recorder.tape.append(None)
                 return point.call(tensors, *args, **kwargs)
-            time.guarded(recording.backward_begins, tensors)
+            time.guarded(recorder.backward, tensors)
             try:
                 return point.call(tensors, *args, **kwargs)
             finally:
@@ -555,14 +555,15 @@ class LossReader:
         self._slots: Any = None
         self._next = 0
 
-    def take(self, loss: Any) -> Any:
-        """A ticket for the value of `loss`, or None where it is not one number."""
+    def take(self, tensors: Any, *, from_gpu: bool) -> Any:
+        """A ticket for the value of the first of these; None where it is not one number, or on a GPU and not wanted."""
+        loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return None
         loss = loss.detach()
         if not loss.is_cuda:
             return float(loss)
-        if torch.cuda.is_current_stream_capturing():
+        if not from_gpu or torch.cuda.is_current_stream_capturing():
             return None
         if self._slots is None:
             self._slots = torch.zeros(_LOSSES_IN_FLIGHT, pin_memory=True)

@@ -140,15 +140,22 @@ class XraySchedule:
         self._steps: list[Step] = []
 
     def step_ended(self, most: int = _STEPS) -> None:
-        """Take it when its time has come. What goes wrong with it costs the X-ray, and nothing else."""
-        try:
-            self._step_ended(min(most, _STEPS))
-        except Exception as problem:
-            self._give_up(problem)
+        """Take it when its time has come."""
+        self._try(self._step_ended, min(most, _STEPS))
 
-    def _give_up(self, problem: Exception) -> None:
-        self.done, self.running = True, False
-        self._note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
+    def finish(self) -> None:
+        """The run ends: read what there is, if that has not been done."""
+        if not self.done:
+            self._try(self._profiler.stop)
+            self._try(self._read)
+
+    def _try(self, action: Callable[..., None], *args: Any) -> None:
+        """What goes wrong with it costs the X-ray, and nothing else."""
+        try:
+            action(*args)
+        except Exception as problem:
+            self.done, self.running = True, False
+            self._note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
 
     def _step_ended(self, most: int) -> None:
         recorder, now_s = self._recorder, time.monotonic()
@@ -180,22 +187,12 @@ class XraySchedule:
         if isinstance(step, Step) and step.kind == "xray":
             self._steps.append(step)
 
-    def finish(self) -> None:
-        """The run ends: read what there is, if that has not been done."""
-        if not self.done:
-            self._profiler.stop()
-            self._read()
-
     def _read(self) -> None:
         self.done = True
-        try:
-            xray = None
-            if self._profiler.results is not None:
-                xray = read_kernels(self._profiler.kernels(), self._steps[1:])
+        if self._profiler.results is not None:
+            xray = read_kernels(self._profiler.kernels(), self._steps[1:])
             if xray is not None:
                 self._write(xray)
-        except Exception as problem:
-            self._give_up(problem)
 
 
 def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | None:
@@ -209,12 +206,11 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
     if not phases or not kernels:
         return None
     first_ns, last_ns = round(phases[0][1] * 1e9), round(phases[-1][2] * 1e9)
-    before = [k for k in kernels if k.called_ns < first_ns]
     inside = [k for k in kernels if first_ns <= k.called_ns < last_ns]
     if not inside:
         return None
     # The host runs ahead: the GPU is still at work on what came before, and at the end on what was launched by then.
-    first_ns = max([first_ns, *(k.end_ns for k in before)])
+    first_ns = max([first_ns, *(k.end_ns for k in kernels if k.called_ns < first_ns)])
     last_ns = max([last_ns, *(k.end_ns for k in inside)])
     host = _HostPhases(phases)
     idle_by_phase: defaultdict[str, float] = defaultdict(float)

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -83,28 +83,22 @@ def run(
     words = [program, *command[1:]]
     if trial is not None:
         return _run_trial(words, options, trial, environment)
-    how: dict[str, Any] = {}
+    how: dict[str, Any] = {"env": environment}
     if ends_with_us:
         how["preexec_fn"] = end_with_parent
-    with closing(SignalsReceived()) as received:
-        beside: AbstractContextManager[None] = nullcontext()
+    with closing(SignalsReceived()) as received, ExitStack() as beside:
         if measured:
             environment |= received.environment
             how["pass_fds"] = (received.write_end,)
-        process = _start(words, env=environment, **how)
+        process = _start(words, **how)
         if isinstance(process, int):
             return process
+        beside.enter_context(_blocked())
         if measured:
-            beside = watching(process.pid, options, ask_after_s)
-        with _blocked(), beside:
-            code = _wait(process, received)
-    if measured and max_steps is not None:
-        end(options.folder)
-    if measured and not any(options.folder.iterdir()):
-        say("the command was over before anything could be recorded")
-        options.folder.rmdir()
-    elif measured:
-        _note_end(options, code)
+            beside.enter_context(watching(process.pid, options, ask_after_s))
+        code = _wait(process, received)
+    if measured:
+        _conclude(options, code)
     return code
 
 
@@ -126,11 +120,10 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
         )
     if isinstance(process, int):
         return process
-    beside: AbstractContextManager[None] = nullcontext()
-    if not trial.fingerprints:  # a run for a proof is not timed
-        beside = watching(process.pid, options, math.inf)
     try:
-        with _blocked(), beside:
+        with _blocked(), ExitStack() as beside:
+            if not trial.fingerprints:  # a run for a proof is not timed
+                beside.enter_context(watching(process.pid, options, math.inf))
             return _wait_for_trial(process, trial.timeout_s)
     finally:
         end(options.folder, process)
@@ -204,8 +197,14 @@ def _make_folder(folder: Path) -> bool:
     return True
 
 
-def _note_end(options: Options, code: int) -> None:
-    """Leave in each recording of a command that it is over, and in the last of them its exit code."""
+def _conclude(options: Options, code: int) -> None:
+    """A command is over. Leave that in each of its recordings, and in the last of them its exit code."""
+    if options.max_steps is not None:
+        end(options.folder)
+    if not any(options.folder.iterdir()):
+        say("the command was over before anything could be recorded")
+        options.folder.rmdir()
+        return
     *earlier, last = recordings(options.folder)
     run_info, now_s = info(options, 0), time.monotonic()
     try:

@@ -48,7 +48,7 @@ def methods(owner: type, *names: str) -> list[Any]:
 EVERY_HOOK = [
     *methods(recorder.Recorder, "push", "pop", "fetching", "fetched", "forward", "backward", "leave"),
     *methods(recorder.Recorder, "optimizer_begins", "optimizer_ended", "set_kind", "finish", "_cut", "_send", "_close"),
-    *methods(recording.Recording, "loader_seen", "backward_begins", "step_ended"),
+    *methods(recording.Recording, "loader_seen", "step_ended"),
     *methods(recording.Recording, "_open_trace", "_write_facts", "_emit", "own_cost"),
     *methods(run_facts.LoaderNotes, "pass_begins", "before_batch", "after_batch", "kinds"),
     *methods(root_modules.RootModules, "find", "_time_module", "_note"),

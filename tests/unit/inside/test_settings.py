@@ -31,7 +31,7 @@ def test_a_config_module_of_the_users_is_read_and_pythons_own_is_not(
 def test_settings_are_cut_and_without_secrets() -> None:
     settings = Settings()
     values = {"lr": 0.1, "hf_token": "abc", "text": "x" * 295 + " ghp_abcdefghijklmnopqrst", "many": list(range(99))}
-    settings.note("yaml", "config.yaml", values)
+    settings.loaded("yaml", "config.yaml", values)
     (entry,) = settings.read
     assert entry.values == {"lr": 0.1, "hf_token": "***", "text": "x" * 295 + " ***", "many": list(range(50))}
 
@@ -46,5 +46,5 @@ def test_a_file_a_sample_is_looked_into_a_few_times_only() -> None:
 
     settings = Settings()
     for number in range(100):
-        settings.note("json", f"{number}.json", Watched(label=number))
+        settings.loaded("json", f"{number}.json", Watched(label=number))
     assert len(settings.read) == len(looked) == 20
