@@ -11,9 +11,10 @@ are told apart only as far as the looks are sure of them (see inside/stacks.py):
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from flatout.model.records import Frame, Stacks
@@ -26,6 +27,7 @@ OWN_CODE = (REST, UNSPLIT)  # phases of the training thread that are the script'
 SAMPLES, COLLATE = "samples", "collate"  # phases of a worker
 ENOUGH_LOOKS = 10  # fewer show a line by accident
 _COMPUTED = ("copy", "forward", "loss", "backward", "optimizer", REST)
+_IN_THE_LOOP = ("data", "forward", "loss", "backward", "optimizer")  # phases that the training loop itself calls
 _WARM_UP_STEPS = 3  # of a ceiling, at most
 # What a line calls that is no tensor operation, where its call leaves no frame of Python: numpy in C, a loop, a sleep.
 _OUTSIDE_TORCH = re.compile(
@@ -211,13 +213,45 @@ def in_workers(rank: RankTrace, dataset: str, phases: Collection[str] = (SAMPLES
 
 def outside_torch(functions: Iterable[HotFunction]) -> tuple[HotFunction, ...]:
     """Those of their lines that do something else than tensor operations, with their share of all of them."""
-    lines = [(function, line) for function in functions for line in function.lines if line.outside_torch]
+    return of_lines(functions, operator.attrgetter("outside_torch"))
+
+
+def of_lines(functions: Iterable[HotFunction], keep: Callable[[HotLine], bool]) -> tuple[HotFunction, ...]:
+    """Some of their lines, with their share of all that are kept."""
+    lines = [(function, line) for function in functions for line in function.lines if keep(line)]
     total = sum(line.share for _, line in lines) or 1.0
     kept: defaultdict[HotFunction, list[HotLine]] = defaultdict(list)
     for function, line in lines:
         kept[function].append(replace(line, share=line.share / total))
     some = [replace(f, share=sum(line.share for line in own), lines=tuple(own)) for f, own in kept.items()]
     return tuple(sorted(some, key=lambda function: -function.share))
+
+
+def called_from(rank: RankTrace, phase: str) -> str | None:
+    """The line of the training loop that most of a phase is called from: where its stacks leave those of training."""
+    stacks = [one for one in rank.stacks if one.dataset is None]
+    loop = {_functions(own) for all_stacks in stacks for own, _ in _own_frames(all_stacks, _IN_THE_LOOP)}
+    begins = {chain[:length] for chain in loop for length in range(1, len(chain) + 1)}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for all_stacks in stacks:
+        for own, spent_s in _own_frames(all_stacks, (phase,)):
+            chain = _functions(own)
+            shared = sum(chain[:length] in begins for length in range(1, len(chain) + 1))
+            if shared:
+                seconds[own[shared - 1].where] += spent_s
+    return max(seconds, key=seconds.__getitem__, default=None)
+
+
+def _own_frames(stacks: Stacks, phases: Collection[str]) -> Iterator[tuple[list[Frame], float]]:
+    """The user's frames of each stack of these phases, outermost first, and how long it was seen."""
+    for one in stacks.stacks:
+        if one.phase in phases:
+            frames = [stacks.frames[number] for number in one.frames if number < len(stacks.frames)]
+            yield [frame for frame in frames if frame.own], one.seconds
+
+
+def _functions(frames: Iterable[Frame]) -> tuple[tuple[str, str], ...]:
+    return tuple((frame.where.rpartition(":")[0], frame.function) for frame in frames)
 
 
 def hot_functions(all_stacks: Iterable[Stacks], phases: Collection[str]) -> tuple[HotFunction, ...]:

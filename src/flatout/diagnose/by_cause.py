@@ -219,6 +219,8 @@ def _wants(
             yield pool, waits
         return
     names = next((names for begin, names in _POOLS.items() if cause.startswith(begin)), (USEFUL,))
+    if names[0] in metrics.beside_pauses:
+        yield REST, sum(metrics.beside_pauses[names[0]].values())
     left = math.inf
     if cause == "drift.slower":
         names = (finding.evidence["grows_most"], USEFUL)

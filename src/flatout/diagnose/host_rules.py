@@ -7,7 +7,15 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from flatout.diagnose.breakdown import OWN_CODE, REST, HotFunction, in_training, outside_torch
+from flatout.diagnose.breakdown import (
+    OWN_CODE,
+    REST,
+    HotFunction,
+    called_from,
+    in_training,
+    of_lines,
+    outside_torch,
+)
 from flatout.diagnose.by_cause import (
     MIN_SHARE,
     gain_if_gpu_spared,
@@ -40,7 +48,10 @@ def own_code(metrics: RankMetrics) -> Finding | None:
         share = min(share, saved)  # while the GPU is at work, it costs nothing
     within = metrics.own_code_inside
     most = max(within, key=within.__getitem__)
-    functions, place = in_training(metrics.rank), "outside forward, backward and optimizer"
+    of_pauses = {where: part for lines in metrics.beside_pauses.values() for where, part in lines.items()}
+    share = max(0.0, share - sum(of_pauses.values()))
+    functions = of_lines(in_training(metrics.rank), lambda line: line.where not in of_pauses)
+    place = "outside forward, backward and optimizer"
     if within[most] > share:
         functions, place = outside_torch(in_training(metrics.rank, (most,))), "beside its tensor operations"
     share += sum(within.values())
@@ -78,7 +89,7 @@ def pause(phase: str, code: str, advice: str) -> Callable[[RankMetrics], Finding
     """The rule for a phase in which training stands still."""
 
     def rule(metrics: RankMetrics) -> Finding | None:
-        share = metrics.share(phase)
+        share = metrics.share(phase) + sum(metrics.beside_pauses.get(phase, {}).values())
         if share < MIN_SHARE:
             return None
         times = sum(any(span.name == phase for span in step.spans) for step in metrics.steps)
@@ -91,9 +102,14 @@ def pause(phase: str, code: str, advice: str) -> Callable[[RankMetrics], Finding
             share=share,
             **gain_if_removed(share / 2, share),  # half as often, or hardly ever
             confidence=confidence,
-            evidence={"share": rounded(share), "steps_recorded_with_it": times},
+            evidence={
+                "share": rounded(share),
+                "steps_recorded_with_it": times,
+                "lines": as_evidence(in_training(metrics.rank, (phase,))),
+            },
             change=next(iter(BY_CODE[code].changes), None),
             advice=advice,
+            where=called_from(metrics.rank, phase),
         )
 
     return rule

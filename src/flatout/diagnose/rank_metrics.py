@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from flatout.diagnose.breakdown import ENOUGH_LOOKS, Breakdown, breakdown, in_training
+from flatout.diagnose.breakdown import ENOUGH_LOOKS, OWN_CODE, REST, Breakdown, breakdown, in_training
 from flatout.model.records import NO_LOADER, Facts, LoaderFacts
 from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Span, Step, Trace, WorkerReport, Xray
 
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")  # phases in which kernels are launched
 COMPUTING = ("forward", "loss", "backward", "optimizer")  # phases that compute
+PAUSES = ("evaluation", "checkpoint", "logging")  # phases that a line of the script asks for
 LATE_LAUNCHES = 0.15  # of the time of a phase: beyond this the GPU waits for the host in it
 MIN_CEILING = 0.8  # of the run's own speed: a ceiling below this was disturbed by others
 MAX_SAVED = 0.99  # a share of the time that can be saved at the most
@@ -342,6 +343,25 @@ class RankMetrics:
         """The part of a phase's time in which no tensor operation runs."""
         lines = (line for function in in_training(self.rank, (phase,)) for line in function.lines)
         return sum(line.share for line in lines if line.outside_torch)
+
+    @cached_property
+    def beside_pauses(self) -> dict[str, dict[str, float]]:
+        """Of each kind of pause, what the script's own code takes for it, by line: what else is done on a line that
+        mostly saves or logs, such as putting the picture together. As a share of the time."""
+        own = self._by_line(REST, OWN_CODE)
+        pauses = {phase: self._by_line(phase, (phase,)) for phase in PAUSES}
+        return {
+            phase: {where: share for where, share in own.items() if share <= lines.get(where, 0.0)}
+            for phase, lines in pauses.items()
+        }
+
+    def _by_line(self, phase: str, seen_as: Collection[str]) -> dict[str, float]:
+        """The share of the time of each line in a phase, whatever it called."""
+        shares: dict[str, float] = {}
+        for function in in_training(self.rank, seen_as):
+            for line in function.lines:
+                shares[line.where] = shares.get(line.where, 0.0) + self.share(phase) * line.share
+        return shares
 
     def passed(self, through: str) -> float:
         """The share of forward passes in which the stack was seen to pass through something, as stacks name it."""

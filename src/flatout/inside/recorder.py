@@ -155,11 +155,13 @@ class Recorder:
         """What the thread is doing, for who looks from another thread; what a step is, where it is not training."""
         if self._open.kind not in ("train", "warmup"):
             return self._open.kind
-        if self.waiting:
-            return DATA
+        phase = UNSPLIT if self.light else self._between
         if self._stack:
-            return self._stack[-1][0]
-        return UNSPLIT if self.light else self._between
+            phase = self._stack[-1][0]
+        if self.waiting:
+            phase = DATA
+        evaluates = self._evaluation.on or self._evaluation.is_sure
+        return EVALUATION if evaluates and phase in _PART_OF_EVALUATION else phase
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
         """The thread enters a phase; the first that belongs to training ends the set-up."""

@@ -247,6 +247,51 @@ def test_numpy_between_forward_and_backward_is_the_scripts_own_code() -> None:
     assert verdict.share == pytest.approx(1 / 6)
 
 
+TRAIN = Frame(where="train.py:41", function="train", own=True, source="loss.backward()")
+
+
+def seen(*looks_at: tuple[str, float, tuple[Frame, ...]]) -> tuple[Stacks, ...]:
+    """Looks at the training thread: the phase, how many, and the stack, outermost first."""
+    frames = list(dict.fromkeys(frame for _, _, stack in looks_at for frame in stack))
+    times = tuple(
+        StackTime(phase=phase, frames=tuple(map(frames.index, stack)), seconds=count / 100, looks=int(count))
+        for phase, count, stack in looks_at
+    )
+    return (Stacks(time_s=110.0, pid=1, frames=tuple(frames), stacks=times),)
+
+
+def test_a_pause_is_called_from_the_line_where_its_stacks_leave_the_training_loop() -> None:
+    """GIVEN an evaluation whose own lines differ THEN its place is the one line of the loop that calls it."""
+    call = Frame(where="train.py:45", function="train", own=True, source="test(model)")
+    inside = [Frame(where=f"train.py:{line}", function="test", own=True) for line in (60, 61)]
+    net = Frame(where="model.py:7", function="Net.forward", own=True)
+    stacks = seen(
+        ("backward", 40, (TRAIN,)),
+        ("forward", 20, (TRAIN, net)),
+        ("evaluation", 30, (call, inside[0], net)),
+        ("evaluation", 20, (call, inside[1])),
+    )
+    found = diagnose(trace(*HEALTHY, ("evaluation", 10.0, 9.0, None), stacks=stacks))[0]
+    assert (found.code, found.where) == ("pause.eval", "train.py:45")
+    assert [line["where"] for line in found.evidence["lines"]] == ["model.py:7 Net.forward", "train.py:61 test"]
+
+
+def test_what_else_a_line_does_that_mostly_logs_is_a_part_of_logging() -> None:
+    """GIVEN a line that logs a picture for 30 ms and makes it for 10, and another with 8 ms of numpy THEN the making is
+    charged to logging, and the other is the script's own code."""
+    logs = Frame(where="train.py:61", function="train", own=True, source="board.add_image(make_grid(x))")
+    grid = Frame(where="torchvision/utils.py:9", function="make_grid")
+    score = Frame(where="train.py:70", function="score", own=True, source="s = np.sum(p)")
+    stacks = seen(
+        ("backward", 40, (TRAIN,)), ("logging", 30, (logs,)), ("rest", 20, (logs, grid)), ("rest", 16, (score,))
+    )
+    phases = [("forward", 52.0, None, None), ("logging", 30.0, None, None), ("rest", 18.0, None, None)]
+    found = {one.code: one for one in diagnose(trace(*phases, stacks=stacks, **NO_GPU))}
+    assert (found["pause.logging"].share, found["host.python"].share) == pytest.approx((0.4, 0.08))
+    assert (found["pause.logging"].where, found["host.python"].where) == ("train.py:61", "train.py:70")
+    check_that_it_adds_up(trace(*phases, stacks=stacks, **NO_GPU))
+
+
 def test_a_training_step_that_the_optimizer_calls_is_told_from_the_optimizer() -> None:
     """Lightning hands the optimizer a closure, in which the user's training step runs."""
     frames = (Frame(where="model.py:31", function="training_step", own=True, source="v = sorted(w.tolist())"),)

@@ -273,6 +273,24 @@ def test_evaluation_takes_in_all_of_it_but_logs_and_checkpoints() -> None:
     assert bench.last.samples == 8
 
 
+def test_who_looks_while_it_goes_on_sees_an_evaluation() -> None:
+    """A look at the stack is credited at once: from the second batch on, it is known that this is no training."""
+    bench, seen = Bench(), []
+    bench.train(2)
+    for _ in range(3):
+        bench.fetch(VALIDATION)
+        bench.recorder.forward(learns=False, training=False)
+        seen.append(bench.recorder.phase)
+        bench.recorder.pop()
+    bench.recorder.push("logging")
+    seen.append(bench.recorder.phase)
+    bench.recorder.pop()
+    bench.fetch(TRAIN)
+    bench.recorder.forward(learns=True, training=True)
+    seen.append(bench.recorder.phase)
+    assert seen == ["forward", "evaluation", "evaluation", "logging", "forward"]
+
+
 def test_a_batch_in_hand_stays_training_while_another_loader_is_evaluated() -> None:
     bench = Bench()
     bench.train(2)
