@@ -331,13 +331,14 @@ def said_places(report: dict[str, Any]) -> Iterator[Said]:
     for finding in report["findings"]:
         yield from _places_in(finding.get("where"))
         yield from _places_in(finding.get("lines"))
+        yield from _places_in((finding.get("evidence") or {}).get("lines"))
     yield from _places_in(report.get("lines"))
     yield from _places_in(report.get("account"))
 
 
 def _places_in(value: Any) -> Iterator[Said]:
     if isinstance(value, str):
-        file, _, line = value.rpartition(":")
+        file, _, line = value.partition(" ")[0].rpartition(":")  # of "train.py:32 f_score → numpy.sum"
         if file and line.isdigit():
             yield Said(file=file, line=int(line))
     elif isinstance(value, list):
