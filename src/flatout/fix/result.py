@@ -17,8 +17,8 @@ from flatout.model.stats import Gain, RunNoise
 class ProgressListener:
     """Hears how a fix goes. This one does nothing with it."""
 
-    def run_begins(self, what: str, left_s: float) -> None:
-        """A run begins, with so much of the time budget left."""
+    def run_begins(self, what: str, left_s: float, number: int, about: int) -> None:
+        """A run begins, so many of about so many (0: nobody knows), with so much of the time budget left."""
 
     def say(self, line: str) -> None:
         """Something has become known."""

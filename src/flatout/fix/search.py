@@ -39,6 +39,7 @@ from flatout.fix.time_budget import TimeBudget
 from flatout.fix.trials import FIRST_STEPS, RunHistory, Trials
 from flatout.model.changes import BY_NAME
 from flatout.model.errors import RealWriteError, UsageError
+from flatout.model.formatting import count_of
 from flatout.model.plan import Change, Verdict
 from flatout.model.stats import MIN_GAIN, ONE_RUN, Gain, gain
 
@@ -124,6 +125,20 @@ class Search:
         findings = self._view().findings
         title = findings[0].title if findings else "nothing wrong was found"
         self._progress.say(f"{self._trials.before.speed}: {title}")
+        self._progress.say(self._what_fits())
+
+    def _what_fits(self) -> str:
+        """How many trials there is time for; where there is none, the least budget that makes sense."""
+        trial_s = self._budget.run_s(())
+        others_s = self._trials.reserve_s() + self._trials.compare_s()  # the proof, and before and after once more
+        room = int((self._budget.left_s - others_s) / trial_s)
+        if room < 1:
+            return (
+                f"a trial takes about {trial_s:.0f} s, and a proof and the last comparison {others_s:.0f} s: "
+                f"--budget {self._budget.enough_m(others_s + trial_s)}m is the least that makes sense"
+            )
+        fit = count_of(room, "trial")
+        return f"a trial takes about {trial_s:.0f} s: there is time for {fit}, the proof and the last comparison"
 
     def _use_as_baseline(self, run: Run) -> None:
         self.result.before = self.result.after = run
@@ -138,6 +153,7 @@ class Search:
             offered, self.result.withheld = offers(view, self._wishes)
             promising = [offer for offer in offered if offer.promise >= MIN_GAIN]
             affordable = [offer for offer in map(self._provable_part, promising) if self._affords(offer)]
+            self._trials.expect(len(affordable))
             # What costs a whole epoch, and what may be nothing but noise, waits until nothing else is
             # affordable.
             if affordable:

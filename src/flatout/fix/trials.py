@@ -41,6 +41,7 @@ class Trials:
         self._progress = progress
         self._steps = steps
         self._budget = budget
+        self.expected = 0  # runs in all; 0 as long as nobody knows
 
     @property
     def before(self) -> Run:
@@ -68,7 +69,7 @@ class Trials:
 
         X-ray and ceiling are taken where its steps are shorter than `look_below_s` (always, if None); else
         they are those of what is kept."""
-        self._progress.run_begins(what, self._budget.left_s)
+        self._say_begins(what)
         usual, expected_s = self._steps or FIRST_STEPS, self._budget.run_s(changes)
         earlier = None
         if self._result.before is not None:
@@ -92,7 +93,7 @@ class Trials:
 
     def prove(self, what: str, requests: Sequence[ProofRun]) -> list[Run]:
         """Runs of a proof, side by side where there is room."""
-        self._progress.run_begins(f"proof: {what}", self._budget.left_s)
+        self._say_begins(f"proof: {what}")
         at_once, began_s = min(len(requests), runs_at_once(self.before, self.after)), self._budget.spent_s
         # Runs side by side take turns on a busy GPU, and none is ended for that.
         crowded = 1 + (at_once - 1) * (self.after.metrics.busy_share or 0.0)
@@ -102,6 +103,14 @@ class Trials:
         took_s = self._budget.spent_s - began_s
         self._result.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
         return runs
+
+    def _say_begins(self, what: str) -> None:
+        number = len(self._result.trials) + 1
+        self._progress.run_begins(what, self._budget.left_s, number, self.expected and max(self.expected, number))
+
+    def expect(self, offers: int) -> None:
+        """So many offers are still to be tried; then come the proof, and before and after once more."""
+        self.expected = len(self._result.trials) + offers + 3
 
     def remark(self, text: str) -> None:
         """Something the user should know, if there is anything."""

@@ -17,7 +17,7 @@ from simulated_world import EFFECTS, START_S, Machine, World, flag, with_loader
 
 from flatout.fix import search
 from flatout.fix.offers import Wishes
-from flatout.fix.result import FixResult
+from flatout.fix.result import FixResult, ProgressListener
 from flatout.fix.runs import ProofRun, ProofStep, Run
 from flatout.fix.search import Search
 from flatout.launch import launcher
@@ -469,6 +469,16 @@ def test_a_budget_too_short_for_anything_says_what_would_do() -> None:
     enough = re.search(r"--budget (\d+)m would do", found.stopped)
     assert enough is not None
     assert kept(fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=60 * int(enough[1])))
+
+
+@pytest.mark.parametrize(("budget_s", "said"), [(60, r"--budget 2m is the least that makes sense"),
+                                                (600, r"there is time for \d\d trials, the proof")])  # fmt: skip
+def test_what_a_budget_is_enough_for_is_said_after_the_first_run(budget_s: float, said: str) -> None:
+    lines: list[str] = []
+    listener = ProgressListener()
+    listener.say = lines.append  # type: ignore[method-assign]
+    fix(World(machine=Machine(data_ms=80.0)), budget_s=budget_s, progress=listener)
+    assert re.search(said, lines[1])
 
 
 def test_a_budget_that_would_do_has_time_to_tune_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_what_is_not_covered_is_said_before_and_a_real_write_ends_it(flatout_say
     )
     assert code == 1
     # THEN it was said what may happen, before the first trial
-    before, _, after = " ".join(err.split()).partition("… the command as it is")
+    before, _, after = " ".join(err.split()).partition("… run 1: the command as it is")
     assert "repeats the requests that the script itself sends" in before
     assert "Your files are protected in part only (unshare: Operation not permitted)" in before
     assert "not covered are other programs" in before

@@ -243,5 +243,6 @@ def test_the_progress_is_lines() -> None:
     world = World(machine=Machine(data_ms=80.0), workers=0)
     Search(world, Wishes(), budget_s=600, clock=world.clock, progress=FixProgress(console)).run()
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0] == "… the command as it is (10 min 0 s left)"
+    assert lines[0] == "… run 1: the command as it is (10 min 0 s left)"
+    assert any(line.startswith("… run 2 of about 5: elastic loader + device_prefetch (") for line in lines)
     assert any(line.startswith("elastic loader + device_prefetch: kept, 4.") for line in lines)
