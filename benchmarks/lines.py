@@ -122,7 +122,7 @@ def main() -> None:
 @contextmanager
 def looking(dense_s: float) -> Iterator[StackSampler]:
     thread = threading.get_ident()
-    sampler = StackSampler(lambda: thread, lambda: "rest", clock=time.monotonic, dense_s=dense_s)
+    sampler = StackSampler(lambda: thread, lambda: "rest", dense_s=dense_s)
     sampler.start()
     try:
         yield sampler
@@ -137,7 +137,7 @@ def accuracy(seconds: float, dense_s: float) -> dict[str, tuple[float, float]]:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             work(spent)
-    return _beside(spent, sampler.record(time_s=0.0))
+    return _beside(spent, sampler.record())
 
 
 def in_worker(seconds: float) -> dict[str, tuple[float, float]]:
@@ -159,14 +159,14 @@ class _Looked(Work):
     def __getitem__(self, index: int) -> Any:
         if self.sampler is None:
             thread = threading.get_ident()
-            type(self).sampler = StackSampler(lambda: thread, lambda: "rest", clock=time.monotonic)
+            type(self).sampler = StackSampler(lambda: thread, lambda: "rest")
             assert self.sampler is not None
             self.sampler.start()
         spent = super().__getitem__(index)
         record = None
         if index == self.length - 1:
             assert self.sampler is not None
-            record = self.sampler.record(time_s=0.0)
+            record = self.sampler.record()
         return {"spent": spent, "record": record}
 
 

@@ -64,7 +64,7 @@ class Meter:
         self._stacks: StackSampler | None = None
         if worker is not None:
             thread = threading.get_ident()
-            self._stacks = StackSampler(lambda: thread, lambda: self.phase, clock=time.monotonic)
+            self._stacks = StackSampler(lambda: thread, lambda: self.phase)
             self._stacks.start()
 
     def is_of(self, dataset: Any) -> bool:
@@ -173,7 +173,7 @@ class Meter:
             return
         records: list[WorkerReport | Stacks] = [self.report()]
         if self._stacks is not None:
-            records.append(self._stacks.record(time_s=time.monotonic(), dataset=self._dataset, worker=self._worker))
+            records.append(self._stacks.record(dataset=self._dataset, worker=self._worker))
         lines = "".join(json.dumps(encode(record), separators=(",", ":")) + "\n" for record in records)
         try:
             with open(self._path, "ab", buffering=0) as file:  # noqa: PTH123

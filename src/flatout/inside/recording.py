@@ -170,7 +170,6 @@ class Recording:
         self.stacks = StackSampler(
             lambda: self.recorder.thread,
             lambda: self.recorder.phase,
-            clock=time.monotonic,
             sparse_phase="setup",
             now_and_then=self._answer_if_asked,
         )
@@ -293,7 +292,7 @@ class Recording:
         if applied is not None and applied.ledger.changes:
             facts = dataclasses.replace(facts, changes=applied.ledger.entries(), compile_s=applied.compile_s)
         self._write(FactsRecord(time_s=time.monotonic(), values=facts))
-        self._write(self.stacks.record(time_s=time.monotonic()))
+        self._write(self.stacks.record())
 
     def _look_at_optimizer(self) -> None:
         optimizer = self._last_optimizer()

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import functools
 import linecache
-import operator
 import os
 import site
 import sys
 import sysconfig
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import CodeType, TracebackType
 
 import torch
 
@@ -76,12 +78,11 @@ class StackSampler:
         thread: Callable[[], int],
         phase: Callable[[], str | None],
         *,
-        clock: Callable[[], float],
         sparse_phase: str | None = None,
         dense_s: float = DENSE_S,
         now_and_then: Callable[[], None] = lambda: None,
     ) -> None:
-        self._thread, self._phase, self._clock = thread, phase, clock
+        self._thread, self._phase = thread, phase
         self._sparse_phase = sparse_phase
         self._dense_left_s = dense_s
         self._now_and_then = now_and_then
@@ -113,10 +114,10 @@ class StackSampler:
         self._runner = None
 
     def _run(self, stopping: threading.Event) -> None:
-        before_s = self._clock()
+        before_s = time.monotonic()
         try:
             while not stopping.wait(self._pause_s()):
-                now_s = self._clock()
+                now_s = time.monotonic()
                 self._look(now_s - before_s)
                 before_s = now_s
                 if self.looks % _LOOKS_A_SECOND == 0:
@@ -125,9 +126,7 @@ class StackSampler:
             self._look_densely(False)
 
     def _pause_s(self) -> float:
-        every_s = SPARSE_EVERY_S
-        if self._dense:
-            every_s = DENSE_EVERY_S
+        every_s = DENSE_EVERY_S if self._dense else SPARSE_EVERY_S
         return every_s * (0.5 + self.looks * _GOLDEN % 1.0)
 
     def _look_densely(self, dense: bool) -> None:
@@ -164,7 +163,7 @@ class StackSampler:
             if len(self._seen) > _MOST_KEPT:
                 self._seen = _largest(self._seen, _MOST_KEPT // 2)
 
-    def record(self, *, time_s: float, dataset: str | None = None, worker: int | None = None) -> Stacks:
+    def record(self, *, dataset: str | None = None, worker: int | None = None) -> Stacks:
         """What has been seen so far."""
         with self._lock:
             largest = _largest(self._seen, _MOST_STACKS)
@@ -174,7 +173,7 @@ class StackSampler:
             frames = tuple(numbers.setdefault(line, len(numbers)) for line in lines)
             stacks.append(StackTime(phase=phase, frames=frames, seconds=seconds, looks=int(looks)))
         return Stacks(
-            time_s=time_s,
+            time_s=time.monotonic(),
             pid=os.getpid(),
             worker=worker,
             dataset=dataset,
@@ -215,12 +214,10 @@ def in_words(thread: int) -> str:
 
 def lines_of(thread: int) -> list[Line]:
     """The stack of a thread, innermost line first; empty if it has ended."""
-    frame: FrameType | None = sys._current_frames().get(thread)
-    lines: list[Line] = []
-    while frame is not None and len(lines) < _DEEPEST:
-        lines.append((frame.f_code, frame.f_lineno or 0))
-        frame = frame.f_back
-    return lines
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return []
+    return [(frame.f_code, number or 0) for frame, number in islice(walk_stack(innermost), _DEEPEST)]
 
 
 def shown(stack: Iterable[Line]) -> tuple[Line, ...]:
@@ -267,7 +264,7 @@ def _libraries() -> tuple[str, ...]:
 def _passed(stack: Iterable[Line]) -> set[str]:
     """What the stack passes through, by the files that are in it."""
     files = {code.co_filename for code, _ in stack}
-    return {name for file, name in _PASSES.items() if any(map(operator.methodcaller("endswith", file), files))}
+    return {name for file, name in _PASSES.items() if any(path.endswith(file) for path in files)}
 
 
 def _phase_of(stack: Iterable[Line]) -> str | None:
@@ -308,29 +305,23 @@ def _path(filename: str) -> str:
 
 def caller(beyond: tuple[str, ...] = ()) -> str | None:
     """The file:line of the call: the innermost one that is neither in torch nor ours, nor in the paths `beyond`."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame, number in walk_stack(sys._getframe(2)):
         filename = frame.f_code.co_filename
         if not filename.startswith(_BENEATH) and not (beyond and _path(filename).startswith(beyond)):
-            return f"{_path(filename)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{_path(filename)}:{number}"
     return None
 
 
 def called_from(file: str) -> bool:
     """Whether a call that is going on is written in a file whose path ends like this."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(file):
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_filename.endswith(file) for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def raised_at(trace: TracebackType | None) -> str | None:
     """The file:line where an exception left the user's code: its innermost line of their own."""
     where = None
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
+    for frame, number in walk_tb(trace):
+        filename = frame.f_code.co_filename
         if is_own(filename):
-            where = f"{_path(filename)}:{trace.tb_lineno}"
-        trace = trace.tb_next
+            where = f"{_path(filename)}:{number}"
     return where

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from itertools import count, pairwise
 from threading import Timer, get_ident
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -489,10 +490,7 @@ def _raise_later(thread: int, problem: BaseException) -> None:
 
 def _callers_like(frame: FrameType) -> int:
     """How many of the calls that led to this one run the same code."""
-    found, above = 0, frame.f_back
-    while above is not None:
-        found, above = found + (above.f_code is frame.f_code), above.f_back
-    return found
+    return sum(above.f_code is frame.f_code for above, _ in walk_stack(frame)) - 1
 
 
 def _skip_our_code(eval_frame: Any) -> None:

@@ -4,6 +4,7 @@ Whatever goes wrong here becomes a line, and the command goes on."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -111,19 +112,20 @@ class FirstStep:
 
     def __init__(self, folder: Path, began_s: float, after_s: float = ASK_AFTER_S) -> None:
         self._folder = folder
-        self._after_s, self._ask_at_s = after_s, began_s + after_s
-        self._asked = self._over = False
+        self._after_s, self._due_s = after_s, began_s + after_s
+        self._asked = False
 
     def look(self, now_s: float, processes: Sequence[ProcessSample]) -> str | None:
         """What to tell the person, once; `processes` are those of the command."""
-        if self._over or now_s < self._ask_at_s:
+        if now_s < self._due_s:
             return None
-        self._over = any(self._folder.glob("rank-*.jsonl"))
-        if not self._over and not self._asked:
-            self._asked = True
+        if any(self._folder.glob("rank-*.jsonl")):
+            self.close()
+            return None
+        if not self._asked:
+            self._asked, self._due_s = True, now_s + _ANSWERED_WITHIN_S
             with suppress(OSError):
                 (self._folder / REQUEST).touch()
-        if self._over or now_s < self._ask_at_s + _ANSWERED_WITHIN_S:
             return None
         parts = [f"no training step after {self._after_s:.0f} s", self._likeliest_answer(), _load(processes)]
         self.close()
@@ -131,7 +133,7 @@ class FirstStep:
 
     def close(self) -> None:
         """Ask no more, and leave no file."""
-        self._over = True
+        self._due_s = math.inf
         for file in self._folder.glob(f"{REQUEST}*"):
             file.unlink(missing_ok=True)
 

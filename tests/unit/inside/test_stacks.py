@@ -24,7 +24,7 @@ from flatout.inside.stacks import StackSampler, in_words
 def sampling(phase: Callable[[], str | None], dense_s: float = 0.0) -> Iterator[StackSampler]:
     """A sampler of the thread that the test runs in."""
     thread = threading.get_ident()
-    sampler = StackSampler(lambda: thread, phase, clock=time.monotonic, dense_s=dense_s)
+    sampler = StackSampler(lambda: thread, phase, dense_s=dense_s)
     sampler.start()
     try:
         yield sampler
@@ -33,7 +33,7 @@ def sampling(phase: Callable[[], str | None], dense_s: float = 0.0) -> Iterator[
 
 
 def functions(sampler: StackSampler, *phases: str) -> tuple[HotFunction, ...]:
-    return hot_functions([sampler.record(time_s=0.0)], phases)
+    return hot_functions([sampler.record()], phases)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_time_goes_to_the_function_and_line_that_called() -> None:
     assert waited.share > 0.9
     callers = [
         (one.frames, one.looks)
-        for record in [sampler.record(time_s=0.0)]
+        for record in [sampler.record()]
         for one in record.stacks
         if any(record.frames[number].function == "long_metric" for number in one.frames)
     ]
@@ -94,8 +94,8 @@ def test_looks_count_for_the_phase_they_fall_into_and_for_none_where_there_is_no
         wait_for_looks(sampler, 20)
         phase[0] = None
         wait_for_looks(sampler, 40)
-    assert sum(one.looks for one in sampler.record(time_s=0.0).stacks) <= 25
-    assert {one.phase for one in sampler.record(time_s=0.0).stacks} == {"data"}
+    assert sum(one.looks for one in sampler.record().stacks) <= 25
+    assert {one.phase for one in sampler.record().stacks} == {"data"}
 
 
 def test_what_torch_does_is_told_from_what_the_script_does() -> None:
@@ -104,7 +104,7 @@ def test_what_torch_does_is_told_from_what_the_script_does() -> None:
         end = sampler.looks + 60
         while sampler.looks < end:
             torch.nn.functional.mse_loss(layer(inputs), inputs).backward()
-    assert {one.phase for one in sampler.record(time_s=0.0).stacks} >= {"forward", "backward"}
+    assert {one.phase for one in sampler.record().stacks} >= {"forward", "backward"}
 
 
 class Kept:
@@ -156,7 +156,7 @@ def test_more_stacks_than_a_record_holds_keep_their_time(monkeypatch: pytest.Mon
         short_metric(sampler)
         long_metric(sampler)
         at_least = sampler.looks - 2
-    record = sampler.record(time_s=0.0)
+    record = sampler.record()
     assert len(record.stacks) == 2  # the largest, and all others together
     assert sum(one.looks for one in record.stacks) >= at_least
 
