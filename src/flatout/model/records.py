@@ -337,7 +337,7 @@ class End:
     where: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # the writer counts in it
 class Summary:
     """Totals of one file, small enough to read a thousand of them."""
 

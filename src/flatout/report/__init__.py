@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from flatout.fix.result import FixResult
-from flatout.fix.runs import Run
 from flatout.report.account import Price, RankFigures, RecordedRun, run_of
 from flatout.report.comparison import Comparison, compare
 from flatout.report.fix_summary import FixSummary, summarize
@@ -64,14 +63,7 @@ def report_comparison(before: Path, after: Path) -> Report:
 
 def report_fix(result: FixResult, command: Sequence[str], plan_file: str, price: Price | None = None) -> Report:
     """The report of a fix."""
-    runs = _trial(result.before, "before"), _trial(result.measured, "after")
-    return Report(fix=summarize(result, command, plan_file, runs, price))
-
-
-def _trial(trial: Run | None, name: str) -> RecordedRun | None:
-    if trial is None or trial.trace is None or not trial.trace.ranks:
-        return None
-    return run_of(trial.trace, name)
+    return Report(fix=summarize(result, command, plan_file, price))
 
 
 def read_run(folders: Sequence[Path], price: Price | None = None) -> RecordedRun:

@@ -39,7 +39,7 @@ from flatout.model.formatting import (
 )
 from flatout.model.records import SPANS_A_STEP, Facts, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
-from flatout.trace import GpuSample, Note, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport, Xray
+from flatout.trace import GpuSample, Note, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport
 from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
 

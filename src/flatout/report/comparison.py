@@ -7,15 +7,15 @@ between any two runs of the same training (page cache, clocks, neighbours) only 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.diagnose.machine_rules import shared_cores, shared_gpu
 from flatout.model.formatting import count_of, duration, ms
+from flatout.model.records import NO_LOADER
 from flatout.model.stats import (
     BLOCKS,
     ONE_RUN,
@@ -47,6 +47,7 @@ INTERVALS = (
 )
 # Facts that differ between any two runs, or follow from the others.
 VOLATILE_FACTS = frozenset(("learning_rate", "memory_peak_bytes", "memory_reserved_bytes"))
+Speeds = tuple[Measured, Measured]
 
 
 class Losses(NamedTuple):
@@ -71,76 +72,13 @@ class Losses(NamedTuple):
         return f"Loss over the last quarter of what both did: {self.end_a:.4g} and {self.end_b:.4g}; {apart}."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the two runs, and what of it is compared."""
-
-    run: RecordedRun
-
-    @cached_property
-    def size(self) -> float | None:
-        """Samples in a step of all ranks; to six digits, so that a last short batch makes no difference."""
-        b = self.run.breakdown
-        if not b.samples or not b.steps:
-            return None
-        size = b.samples / b.steps
-        for loader in self.run.facts.loaders:
-            if loader.batch_size and abs(size / loader.batch_size - 1) < SHORT_BATCHES:
-                size = loader.batch_size
-        return float(f"{size * self.run.ranks:.6g}")
-
-    @cached_property
-    def speeds(self) -> tuple[Measured, Measured] | None:
-        """Steps a second without the first steps: by the median step, and by all of them. None of too few."""
-        return _speeds(self.run.first)
-
-    @property
-    def training_set(self) -> str:
-        """The dataset of the first loader: its class, whatever module it came from, and its length."""
-        for loader in self.run.facts.loaders[:1]:
-            return loader.class_name + (f" of {count_of(loader.length, 'sample')}" if loader.length is not None else "")
-        return ""
-
-    def figures(self) -> dict[str, str]:
-        """What stands in the table of figures, by name."""
-        b = self.run.breakdown
-        median_ms, speed = b.step_ms.quantile(0.5) or 0.0, (b.samples_per_s or 0.0) * self.run.ranks
-        if self.speeds is not None:
-            typical, overall = self.speeds
-            median_ms, speed = 1e3 / typical.value, (self.size or 0.0) * overall.value
-        return {
-            "median step": ms(median_ms),
-            "95th percentile": ms(b.step_ms.quantile(0.95) or 0.0),
-            "samples a second": f"{speed:,.0f}" if speed else "not known",
-            "steps": f"{b.steps:,}",
-            "training time": duration(b.training_ms),
-        }
-
-    def losses(self, unit: float) -> list[tuple[float, float]]:
-        """Losses by step, or by samples seen where a step has `unit` of them."""
-        means = ((window.last_index * unit, window.loss.mean) for window in self.run.stretches)
-        return [(x, y) for x, y in means if y is not None]
-
-    def to_json(self) -> dict[str, Any]:
-        """As documented."""
-        b = self.run.breakdown
-        return {
-            "trace": self.run.folder,
-            "name": self.run.first.info.name,
-            "ranks": self.run.ranks,
-            "steps": b.steps,
-            "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},
-            "samples_per_s": b.samples_per_s,
-            "parts": phases_ms(b),
-        }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Run A and run B. `typical` compares median steps, `overall` all steps."""
 
-    a: Side
-    b: Side
+    a: RecordedRun
+    b: RecordedRun
+    speeds: tuple[Speeds | None, Speeds | None]
     per: str
     typical: Gain | None
     overall: Gain | None
@@ -163,12 +101,21 @@ class Comparison:
     @property
     def units(self) -> tuple[float, float]:
         """What a step of each counts for: 1, or its samples."""
-        return (1.0, 1.0) if self.per == "step" else (self.a.size or 1.0, self.b.size or 1.0)
+        return (1.0, 1.0) if self.per == "step" else (_size(self.a) or 1.0, _size(self.b) or 1.0)
+
+    @property
+    def curves(self) -> list[list[tuple[float, float]]]:
+        """The losses of each, by step or by samples seen."""
+        curves = []
+        for run, unit in zip((self.a, self.b), self.units, strict=True):
+            means = ((window.last_index * unit, window.loss.mean) for window in run.stretches)
+            curves.append([(x, y) for x, y in means if y is not None])
+        return curves
 
     @property
     def losses(self) -> Losses | None:
         """How the losses compare; None where one of the runs read too few."""
-        curves = [side.losses(unit) for side, unit in zip((self.a, self.b), self.units, strict=True)]
+        curves = self.curves
         end = min(curve[-1][0] if curve else 0.0 for curve in curves)
         last_a, last_b = ([y for x, y in curve if 0.75 * end <= x <= end] for curve in curves)
         if min(len(last_a), len(last_b)) < MIN_LOSSES:
@@ -180,7 +127,7 @@ class Comparison:
     @property
     def differences(self) -> list[tuple[str, Any, Any]]:
         """Settings and facts that are not the same in both."""
-        ours, theirs = dict(self.a.run.settings()), dict(self.b.run.settings())
+        ours, theirs = dict(self.a.settings()), dict(self.b.settings())
         names = [name for name in (ours | theirs) if ours.get(name) != theirs.get(name)]
         found = [name for name in names if name not in VOLATILE_FACTS]
         return [(name, ours.get(name), theirs.get(name)) for name in found[:MAX_DIFFERENCES]]
@@ -206,14 +153,14 @@ class Comparison:
 
     def figures(self) -> list[tuple[str, str, str]]:
         """Both runs side by side: name, A → B, speed of B."""
-        a, b = self.a.figures(), self.b.figures()
+        a, b = (_figures(*side) for side in zip((self.a, self.b), self.speeds, strict=True))
         ratios = {"median step": self.typical, "samples a second": self.overall}
         return [(name, f"{a[name]} → {b[name]}", str(ratios.get(name) or "")) for name in a]
 
     def phases(self, first: str, second: str) -> Table:
         """The phases of a step in both runs, those that changed most first."""
-        a, b = phases_ms(self.a.run.breakdown), phases_ms(self.b.run.breakdown)
-        least = SMALL_PHASE * (self.a.run.breakdown.step_ms.mean or 0.0)
+        a, b = phases_ms(self.a.breakdown), phases_ms(self.b.breakdown)
+        least = SMALL_PHASE * (self.a.breakdown.step_ms.mean or 0.0)
         found = [(name, a.get(name, 0.0), b.get(name, 0.0)) for name in a | b]
         rows = []
         for name, before, after in sorted(found, key=lambda one: -abs(one[2] - one[1])):
@@ -227,12 +174,9 @@ class Comparison:
         """Both runs in one plot, step by step; and their losses."""
         from flatout.report.charts import line, step_times  # the page alone needs them
 
-        unit_a, unit_b = self.units
-        times = step_times("A", "other", self.a.run, dashed=True), step_times("B", "compute", self.b.run)
-        losses = (
-            line("A", "other", self.a.losses(unit_a), dashed=True),
-            line("B", "compute", self.b.losses(unit_b)),
-        )
+        times = step_times("A", "other", self.a, dashed=True), step_times("B", "compute", self.b)
+        losses_a, losses_b = self.curves
+        losses = line("A", "other", losses_a, dashed=True), line("B", "compute", losses_b)
         drawn = [
             Plots([Plot("Step time by step", "ms", times)], "steps"),
             Plots([Plot(f"Loss by {self.per}", "", losses)], f"{self.per}s"),
@@ -252,7 +196,7 @@ class Comparison:
         if not brief:
             sections.append(ReportSection("intervals", "Intervals", [INTERVALS]))
         return ReportView(
-            about=("flatout compare", f"{self.a.run.folder} (A)", f"{self.b.run.folder} (B)"),
+            about=("flatout compare", f"{self.a.folder} (A)", f"{self.b.folder} (B)"),
             headlines=[self.sentence()],
             notes=self.cautions,
             figures=self.figures(),
@@ -270,8 +214,8 @@ class Comparison:
             "overall": {**dataclasses.asdict(overall), "verdict": overall.verdict} if overall is not None else None,
             "reasons": list(self.reasons),
             "cautions": list(self.cautions),
-            "a": self.a.to_json(),
-            "b": self.b.to_json(),
+            "a": _to_json(self.a),
+            "b": _to_json(self.b),
             "differences": [{"name": name, "a": a, "b": b} for name, a, b in self.differences],
             "losses": {"verdict": losses.verdict, **losses._asdict()} if losses is not None else None,
         }
@@ -283,28 +227,31 @@ def phases_ms(b: Breakdown) -> dict[str, float]:
     return {part.name: b.share_of(part.name) * step_ms for part in b.training}
 
 
-def compare(run_a: RecordedRun, run_b: RecordedRun) -> Comparison:
+def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     """Compare two runs: how much faster is the second?"""
-    a, b = Side(run=run_a), Side(run=run_b)
     reasons = []
-    if a.training_set and b.training_set and a.training_set != b.training_set:
-        reasons.append(f"they train on other data: {a.training_set} and {b.training_set}")
-    for name, side in (("A", a), ("B", b)):
-        if side.speeds is None:
-            steps = count_of(side.run.breakdown.steps, "training step")
+    data_a, data_b = _training_set(a), _training_set(b)
+    if data_a and data_b and data_a != data_b:
+        reasons.append(f"they train on other data: {data_a} and {data_b}")
+    speeds_a, speeds_b = _speeds(a.first), _speeds(b.first)
+    for name, run, speeds in (("A", a, speeds_a), ("B", b, speeds_b)):
+        if speeds is None:
+            steps = count_of(run.breakdown.steps, "training step")
             reasons.append(f"{name} has {steps}, and fewer than {MIN_STEPS} say too little")
     # Short last batches now and then make no other size.
-    alike = a.size == b.size or bool(a.size and b.size and abs(a.size / b.size - 1) < SHORT_BATCHES)
-    if not alike and (a.size is None or b.size is None):
+    size_a, size_b = _size(a), _size(b)
+    alike = size_a == size_b or bool(size_a and size_b and abs(size_a / size_b - 1) < SHORT_BATCHES)
+    if not alike and (size_a is None or size_b is None):
         reasons.append("one of them does not say how many samples a step has")
     typical = overall = None
-    if not reasons and a.speeds is not None and b.speeds is not None:
-        samples = 1.0 if alike else (b.size or 1.0) / (a.size or 1.0)
-        faster = [dataclasses.replace(speed, value=speed.value * samples) for speed in b.speeds]
-        typical, overall = (gain([one], [other], ONE_RUN) for one, other in zip(a.speeds, faster, strict=True))
+    if not reasons and speeds_a is not None and speeds_b is not None:
+        samples = 1.0 if alike else (size_b or 1.0) / (size_a or 1.0)
+        faster = [dataclasses.replace(speed, value=speed.value * samples) for speed in speeds_b]
+        typical, overall = (gain([one], [other], ONE_RUN) for one, other in zip(speeds_a, faster, strict=True))
     return Comparison(
         a=a,
         b=b,
+        speeds=(speeds_a, speeds_b),
         per="step" if alike else "sample",
         typical=typical,
         overall=overall,
@@ -313,45 +260,93 @@ def compare(run_a: RecordedRun, run_b: RecordedRun) -> Comparison:
     )
 
 
-def _cautions(a: Side, b: Side, *, by_sample: bool) -> Iterator[str]:
+def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[str]:
     """What to note before one believes the ratios."""
-    sides = (("A", a.run), ("B", b.run))
-    yield from (f"{name}: {run.ended}" for name, run in sides if run.ended is not None)
+    runs = (("A", a), ("B", b))
+    yield from (f"{name}: {run.ended}" for name, run in runs if run.ended is not None)
     if by_sample:
-        sizes = [count_of(round(side.size or 0), "sample") for side in (a, b)]
+        sizes = [count_of(round(_size(run) or 0), "sample") for run in (a, b)]
         yield f"a step of A has {sizes[0]}, one of B {sizes[1]}: time for each sample is compared, not for each step"
-    first, second = a.run, b.run
     for what, one, other in (
-        ("GPU", first.facts.gpu, second.facts.gpu),
-        ("number of parameters", first.facts.parameters, second.facts.parameters),
-        ("number of ranks", first.ranks, second.ranks),
+        ("GPU", a.facts.gpu, b.facts.gpu),
+        ("number of parameters", a.facts.parameters, b.facts.parameters),
+        ("number of ranks", a.ranks, b.ranks),
     ):
         if one != other:
             yield f"another {what}: {as_text(one)} and {as_text(other)}"
-    for name, run in sides:  # a difference may be that of others, who had the cores or the GPU meanwhile
+    for name, run in runs:  # a difference may be that of others, who had the cores or the GPU meanwhile
         for others in (shared_cores(run.metrics[0]), shared_gpu(run.metrics[0])):
             if others is not None:
                 yield f"{name}: {others.title}"
 
 
-def _speeds(rank: RankTrace) -> tuple[Measured, Measured] | None:
+def _size(run: RecordedRun) -> float | None:
+    """Samples in a step of all ranks; to six digits, so that a last short batch makes no difference."""
+    b = run.breakdown
+    if not b.samples or not b.steps:
+        return None
+    size = b.samples / b.steps
+    for loader in run.facts.loaders:
+        if loader.batch_size and abs(size / loader.batch_size - 1) < SHORT_BATCHES:
+            size = loader.batch_size
+    return float(f"{size * run.ranks:.6g}")
+
+
+def _training_set(run: RecordedRun) -> str:
+    """The dataset of the first loader: its class, whatever module it came from, and its length."""
+    loader = next(iter(run.facts.loaders), NO_LOADER)
+    length = f" of {count_of(loader.length, 'sample')}" if loader.length is not None else ""
+    return loader.class_name + length
+
+
+def _figures(run: RecordedRun, speeds: Speeds | None) -> dict[str, str]:
+    """What stands in the table of figures, by name."""
+    b = run.breakdown
+    median_ms, speed = b.step_ms.quantile(0.5) or 0.0, (b.samples_per_s or 0.0) * run.ranks
+    if speeds is not None:
+        typical, overall = speeds
+        median_ms, speed = 1e3 / typical.value, (_size(run) or 0.0) * overall.value
+    return {
+        "median step": ms(median_ms),
+        "95th percentile": ms(b.step_ms.quantile(0.95) or 0.0),
+        "samples a second": f"{speed:,.0f}" if speed else "not known",
+        "steps": f"{b.steps:,}",
+        "training time": duration(b.training_ms),
+    }
+
+
+def _to_json(run: RecordedRun) -> dict[str, Any]:
+    """One of the two, as documented."""
+    b = run.breakdown
+    return {
+        "trace": run.folder,
+        "name": run.first.info.name,
+        "ranks": run.ranks,
+        "steps": b.steps,
+        "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},
+        "samples_per_s": b.samples_per_s,
+        "parts": phases_ms(b),
+    }
+
+
+def _speeds(rank: RankTrace) -> Speeds | None:
+    """Its steps a second without the first steps: by the median step, and by all of them. None of too few."""
     steps = rank.every_step()
-    if steps is not None:
-        times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
-        if not enough(len(steps), sum(step.wall_ms for step in steps) / 1e3, MIN_STEPS):
-            return None
-        blocks = [times_ms[block] for block in blocks_of(len(times_ms))]
-        means_ms, medians_ms = [fmean(block) for block in blocks], [median(block) for block in blocks]
-        mean_ms, median_ms = fmean(times_ms), median(times_ms)
-    else:
+    if steps is None:
         sketches = [window.wall_ms for window in rank.windows[1:]]
         if len(sketches) < BLOCKS:
             return None
-        merged = [Sketch.merged(sketches[block]) for block in blocks_of(len(sketches))]
-        means_ms, medians_ms = [one.mean or 0.0 for one in merged], [one.quantile(0.5) or 0.0 for one in merged]
-        every = Sketch.merged(sketches)
-        mean_ms, median_ms = every.mean or 0.0, every.quantile(0.5) or 0.0
-    return (
-        Measured(value=1e3 / median_ms, error=error_of(medians_ms), freedom=len(medians_ms) - 1),
-        Measured(value=1e3 / mean_ms, error=error_of(means_ms), freedom=len(means_ms) - 1),
-    )
+        whole, *blocks = map(Sketch.merged, (sketches, *(sketches[block] for block in blocks_of(len(sketches)))))
+        return (
+            _speed(whole.quantile(0.5) or 0.0, [block.quantile(0.5) or 0.0 for block in blocks]),
+            _speed(whole.mean or 0.0, [block.mean or 0.0 for block in blocks]),
+        )
+    if not enough(len(steps), sum(step.wall_ms for step in steps) / 1e3, MIN_STEPS):
+        return None
+    times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
+    parts = [times_ms[block] for block in blocks_of(len(times_ms))]
+    return _speed(median(times_ms), list(map(median, parts))), _speed(fmean(times_ms), list(map(fmean, parts)))
+
+
+def _speed(step_ms: float, blocks_ms: Sequence[float]) -> Measured:
+    return Measured(value=1e3 / step_ms, error=error_of(blocks_ms), freedom=len(blocks_ms) - 1)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.diagnose.rank_metrics import metrics_of
 from flatout.fix.offers import all_in_words, in_words
 from flatout.fix.result import Attempt, FixResult
 from flatout.fix.runs import Run
@@ -18,7 +17,7 @@ from flatout.model.changes import CHANGES
 from flatout.model.formatting import count_of, duration, in_full, ms
 from flatout.model.stats import MIN_GAIN
 from flatout.redact import redact_command, redact_text
-from flatout.report.account import Price, RecordedRun, finding_to_json
+from flatout.report.account import Price, RecordedRun, finding_to_json, run_of
 from flatout.report.comparison import Comparison, compare
 from flatout.report.views import (
     Item,
@@ -270,22 +269,11 @@ def proofs_of(bundle: Sequence[Attempt]) -> list[str]:
 # From a FixResult
 
 
-def summarize(
-    result: FixResult,
-    command: Sequence[str],
-    plan_file: str,
-    runs: tuple[RecordedRun | None, RecordedRun | None],
-    price: Price | None = None,
-) -> FixSummary:
-    """Before and after. Speeds are over all runs, as the gain is; all other figures are of the last run.
-
-    `runs` are the training as it was and as it is with what was kept.
-    """
-    first, last = runs
+def summarize(result: FixResult, command: Sequence[str], plan_file: str, price: Price | None = None) -> FixSummary:
+    """Before and after. Speeds are over all runs, as the gain is; all other figures are of the last run."""
+    first, last = _recorded(result.before, "before"), _recorded(result.measured, "after")
     now = last if result.kept else first
-    before, after = result.speeds or (None, None)
-    if result.gain is None:
-        before = after = None
+    before, after = result.speeds if result.speeds and result.gain is not None else (None, None)
     return FixSummary(
         command=redact_command(command),
         plan_file=plan_file,
@@ -297,6 +285,12 @@ def summarize(
         run=last or first,
         comparison=compare(first, last) if first is not None and last is not None else None,
     )
+
+
+def _recorded(run: Run | None, name: str) -> RecordedRun | None:
+    if run is None or run.trace is None or not run.trace.ranks:
+        return None
+    return run_of(run.trace, name)
 
 
 def _left(result: FixResult, findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -323,26 +317,22 @@ def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: 
     speed = speed or run.speed
     if speed is None:
         return None
-    metrics = metrics_of(run.trace)[0]
-    rate, epoch_s = speed.with_pauses if paused else speed.value, run.epoch_s(speed)
-    power, joules, money = metrics.gpu("power_w").mean, None, None
-    if power is not None:
-        power *= len(run.trace.ranks)
-    if power is not None and speed.unit == "samples/s":
-        joules = power / rate
-    if epoch_s is not None and price is not None:
-        money = price.of_time(epoch_s)
+    rate, epoch_s, power_w = speed.value, run.epoch_s(speed), run.metrics.gpu("power_w").mean
+    if paused:
+        rate = speed.with_pauses
+    if power_w is not None:
+        power_w *= len(run.trace.ranks)
     return {
         "samples_per_s": rate,
         "unit": speed.unit,
         "steps": speed.steps,
-        "step_ms": metrics.step_ms or None,
-        "sm_active_pct": metrics.gpu("sm_active_pct").mean,
-        "gpu_util_pct": metrics.gpu("gpu_util_pct").mean,
-        "power_w": power,
-        "joules_a_sample": joules,
+        "step_ms": run.metrics.step_ms or None,
+        "sm_active_pct": run.metrics.gpu("sm_active_pct").mean,
+        "gpu_util_pct": run.metrics.gpu("gpu_util_pct").mean,
+        "power_w": power_w,
+        "joules_a_sample": power_w / rate if power_w is not None and speed.unit == "samples/s" else None,
         "epoch_s": epoch_s,
-        "epoch_money": money,
+        "epoch_money": price.of_time(epoch_s) if epoch_s is not None and price is not None else None,
     }
 
 

@@ -134,29 +134,26 @@ class StepDownsampler:
 
     def __init__(self) -> None:
         self._outliers = _Outliers()
-        self._seen = 0
+        self._seen = 0  # up to so many, all are kept
         self._raw_bytes_left = RAW_STEP_BYTES
         self._window = WindowBuilder()
         self._length = WINDOW_STEPS
         self._window_bytes_left = BYTES_A_LENGTH
 
-    def push(self, step: Step) -> list[Step | Window]:
-        """Add one step. What is not plain training (set-up, X-ray, the tail) stays out of the windows."""
-        kept = [step]
-        if step.kind == "train":
-            self._seen += 1
-            if self._seen > RAW_STEPS:
-                kept = self._outliers.among([step.wall_ms], lambda first, end: [step][first:end])
-            self._window.add(step)
-        return self._with_room(kept)
-
-    def push_many(self, plain: LightSteps) -> list[Step | Window]:
-        """Add light steps, all at once; one by one at the beginning of a run."""
+    def push(self, step: Step | LightSteps) -> list[Step | Window]:
+        """Add a step, or many. What is not plain training (set-up, X-ray, the tail) stays out of the windows."""
+        if isinstance(step, Step) and step.kind != "train":
+            return self._with_room([step])
         if self._seen < RAW_STEPS:
-            return [record for step in plain.steps() for record in self.push(step)]
-        self._seen += len(plain.walls_ms)
-        kept = self._outliers.among(plain.walls_ms, plain.part)
-        self._window.add_many(plain)
+            if isinstance(step, LightSteps):
+                return [record for one in step.steps() for record in self.push(one)]
+            kept = [step]
+            self._seen += 1
+        elif isinstance(step, LightSteps):
+            kept = self._outliers.among(step.walls_ms, step.part)
+        else:
+            kept = self._outliers.among([step.wall_ms], lambda first, end: [step][first:end])
+        self._window.add(step)
         return self._with_room(kept)
 
     def _with_room(self, raw: list[Step]) -> list[Step | Window]:
@@ -245,8 +242,14 @@ class WindowBuilder:
         self._loss = Sketch()
         self.steps = 0
 
-    def add(self, step: Step) -> None:
-        """Add one step."""
+    def add(self, step: Step | LightSteps) -> None:
+        """Add a step, or many."""
+        if isinstance(step, LightSteps):
+            walls, waits = step.walls_ms, step.waits_ms
+            self._add(step.first_index, step.start_s, walls, step.samples or None)
+            self._add_span(step.waiting, waits)
+            self._add_span(step.computing, [wall - wait for wall, wait in zip(walls, waits, strict=True)])
+            return
         self._add(step.index, step.start_s, [step.wall_ms], step.samples)
         if step.loss is not None:
             self._loss.add(step.loss)
@@ -258,13 +261,6 @@ class WindowBuilder:
                     on_gpu = True
                     sums[key] = sums.get(key, 0.0) + ms
         self._gpu_steps += on_gpu
-
-    def add_many(self, plain: LightSteps) -> None:
-        """Add light steps."""
-        walls, waits = plain.walls_ms, plain.waits_ms
-        self._add(plain.first_index, plain.start_s, walls, plain.samples or None)
-        self._add_span(plain.waiting, waits)
-        self._add_span(plain.computing, [wall - wait for wall, wait in zip(walls, waits, strict=True)])
 
     def _add(self, first_index: int, start_s: float, walls_ms: list[float], samples: int | None) -> None:
         self._first = self._first or (first_index, start_s)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from flatout.model.errors import TraceError
-from flatout.model.formatting import printable
+from flatout.model.formatting import count_of, printable
 from flatout.model.records import (
     KINDS,
     SCHEMA,
@@ -183,15 +183,12 @@ def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[Wor
         training = [step for step in rest if step.kind == "train"]
         if whole and training:
             windows = [*windows, window_of(training)]
-    facts = Facts()
-    for record in by_kind[FactsRecord]:
-        facts = record.values
     return RankTrace(
         info=info,
         steps=tuple(steps),
         windows=tuple(windows),
         notes=tuple(by_kind[Note]),
-        facts=facts,
+        facts=next((record.values for record in by_kind[FactsRecord]), Facts()),
         xray=next(iter(by_kind[Xray]), None),
         workers=workers,
         stacks=tuple(by_kind[Stacks]),
@@ -240,19 +237,14 @@ class _File:
         refused = f"{self.path} is not part of a trace: its first line "
         try:
             first = _parsed(line)
-        except ValueError as problem:
-            raise TraceError(f"{refused}is damaged ({problem})") from None
-        if KINDS.get(str(first.get("record"))) is not kind:
-            raise TraceError(f"{refused}does not describe a run")
-        schema = first.get("schema")
-        if type(schema) is not int:
-            raise TraceError(f"{refused}is damaged (it has no schema)")
-        if schema != SCHEMA:
-            raise TraceError(
-                f"{self.path} has trace schema {schema}, this flatout reads schema {SCHEMA}: "
-                "use the flatout version that wrote it"
-            )
-        try:
+            if KINDS.get(str(first.get("record"))) is not kind:
+                raise TraceError(f"{refused}does not describe a run")
+            schema = first.get("schema")
+            if type(schema) is not int:
+                raise ValueError("it has no schema")
+            if schema != SCHEMA:
+                said = f"has trace schema {schema}, this flatout reads schema {SCHEMA}"
+                raise TraceError(f"{self.path} {said}: use the flatout version that wrote it")
             return from_json(kind, first)
         except ValueError as problem:
             raise TraceError(f"{refused}is damaged ({problem})") from None
@@ -275,14 +267,12 @@ class _File:
         """Notes about what was left out."""
         words = []
         if self._damaged:
-            lines = "1 damaged line was"
-            if self._damaged > 1:
-                lines = f"{self._damaged:,} damaged lines were"
-            words.append(f"{self.path.name}: {lines} left out ({self._first_damage})")
+            were = "were" if self._damaged > 1 else "was"
+            words.append(f"{count_of(self._damaged, 'damaged line')} {were} left out ({self._first_damage})")
         if self._left_out_bytes:
             size = f"{self._left_out_bytes / 1e6:,.0f} MB"
-            words.append(f"{self.path.name}: larger than flatout reads: its last {size} were left out")
-        return [Note(time_s=info.started_s, text=text) for text in words]
+            words.append(f"larger than flatout reads: its last {size} were left out")
+        return [Note(time_s=info.started_s, text=f"{self.path.name}: {text}") for text in words]
 
     def _count_damage(self, why: str) -> None:
         self._damaged += 1

@@ -52,7 +52,7 @@ class TraceWriter:
         self._steps = StepDownsampler()
         self._samples = SampleDownsampler()
         info = dataclasses.replace(info, command=redact_command(info.command))
-        self._totals = _Totals(info)
+        self._totals = Summary(info=info)
         self._pid = os.getpid()
         self._wake = threading.Event()
         self._closing = False
@@ -117,13 +117,9 @@ class TraceWriter:
             record = self._pending.popleft()
             if isinstance(record, Note):
                 record = dataclasses.replace(record, text=redact_text(record.text))
-            self._totals.count(record)
+            _count(self._totals, record)
             if isinstance(record, Step | LightSteps):
-                if isinstance(record, Step):
-                    kept = self._steps.push(record)
-                else:
-                    kept = self._steps.push_many(record)
-                for one in kept:
+                for one in self._steps.push(record):
                     self._steps.wrote(one, self._put(one))
             elif isinstance(record, Sample):
                 for sample in self._samples.push(record):
@@ -135,7 +131,7 @@ class TraceWriter:
     def _put(self, record: Record) -> int:
         """Queue the line of one record; its length in bytes, or 0 if there is no room."""
         if isinstance(record, Window):
-            self._totals.count(record)
+            _count(self._totals, record)
         line = (_as_json(encode(record)) + "\n").encode("ascii")
         if self.error or self._bytes + len(line) > MAX_BYTES:
             self._unwritten += 1
@@ -156,9 +152,9 @@ class TraceWriter:
             self._give_up(problem.strerror or str(problem))
 
     def _write_summary(self, *, ended: bool) -> None:
-        summary = self._totals.summary_within(MAX_SUMMARY_BYTES, dropped=self.dropped, ended=ended)
+        self._totals.dropped, self._totals.ended = self.dropped, ended
         try:
-            write_whole(self._summary_path, summary)
+            write_whole(self._summary_path, _summary_within(MAX_SUMMARY_BYTES, self._totals))
         except OSError as problem:
             self._give_up(problem.strerror or str(problem))
 
@@ -167,64 +163,42 @@ class TraceWriter:
             self.error = f"the recording in {self.path.parent} stopped: {reason}"
 
 
-class _Totals:
-    """The running totals behind a Summary."""
+def _count(totals: Summary, record: Record | LightSteps) -> None:
+    """Add one record to the totals of its file."""
+    if isinstance(record, Step):
+        totals.steps += 1
+    elif isinstance(record, LightSteps):
+        totals.steps += len(record.ends_s)
+    elif isinstance(record, Sample):
+        totals.hardware_samples += 1
+    elif isinstance(record, Note) and len(totals.notes) < NOTES_KEPT:
+        totals.notes += (record,)
+    elif isinstance(record, Window):
+        totals.wall_ms.merge(record.wall_ms)
+        if record.samples is not None:
+            totals.samples = (totals.samples or 0) + record.samples
+        for name, sketch in record.spans_ms.items():
+            key = name_within(totals.spans_ms, name)
+            totals.spans_ms.setdefault(key, Sketch()).merge(sketch)
+            if name in record.gpu_idle_ms:
+                totals.gpu_idle_ms[key] = totals.gpu_idle_ms.get(key, 0.0) + record.gpu_idle_ms[name]
 
-    def __init__(self, info: RunInfo) -> None:
-        self._info = info
-        self._steps = 0
-        self._hardware_samples = 0
-        self._wall_ms = Sketch()
-        self._spans_ms: dict[str, Sketch] = {}
-        self._idle_ms: dict[str, float] = {}
-        self._samples: int | None = None
-        self._notes: list[Note] = []
 
-    def count(self, record: Record | LightSteps) -> None:
-        if isinstance(record, Step):
-            self._steps += 1
-        elif isinstance(record, LightSteps):
-            self._steps += len(record.ends_s)
-        elif isinstance(record, Sample):
-            self._hardware_samples += 1
-        elif isinstance(record, Note) and len(self._notes) < NOTES_KEPT:
-            self._notes.append(record)
-        elif isinstance(record, Window):
-            self._add(record)
-
-    def _add(self, window: Window) -> None:
-        self._wall_ms.merge(window.wall_ms)
-        if window.samples is not None:
-            self._samples = (self._samples or 0) + window.samples
-        for name, sketch in window.spans_ms.items():
-            key = name_within(self._spans_ms, name)
-            self._spans_ms.setdefault(key, Sketch()).merge(sketch)
-            if name in window.gpu_idle_ms:
-                self._idle_ms[key] = self._idle_ms.get(key, 0.0) + window.gpu_idle_ms[name]
-
-    def summary_within(self, most_bytes: int, *, dropped: int, ended: bool) -> bytes:
-        """The summary as JSON that fits: with coarser sketches, with fewer notes, last without `facts`."""
-        info = self._info
-        text = b""
-        for buckets, notes in ((128, NOTES_KEPT), (64, 50), (32, 20), (16, 5), (8, 0)):
-            if buckets == 8:
-                info = dataclasses.replace(info, facts={})
-            summary = Summary(
-                info=info,
-                steps=self._steps,
-                wall_ms=self._wall_ms.coarse(128),
-                spans_ms={key: sketch.coarse(buckets) for key, sketch in self._spans_ms.items()},
-                gpu_idle_ms=self._idle_ms,
-                samples=self._samples,
-                hardware_samples=self._hardware_samples,
-                dropped=dropped,
-                notes=tuple(self._notes[:notes]),
-                ended=ended,
-            )
-            text = _as_json(encode(summary)).encode("ascii")
-            if len(text) < most_bytes:
-                break
-        return text
+def _summary_within(most_bytes: int, totals: Summary) -> bytes:
+    """The totals as JSON that fits: with coarser sketches, with fewer notes, last without the run's `facts`."""
+    text = b""
+    for buckets, notes in ((128, NOTES_KEPT), (64, 50), (32, 20), (16, 5), (8, 0)):
+        smaller = dataclasses.replace(
+            totals,
+            info=totals.info if notes else dataclasses.replace(totals.info, facts={}),
+            wall_ms=totals.wall_ms.coarse(128),
+            spans_ms={key: sketch.coarse(buckets) for key, sketch in totals.spans_ms.items()},
+            notes=totals.notes[:notes],
+        )
+        text = _as_json(encode(smaller)).encode("ascii")
+        if len(text) < most_bytes:
+            break
+    return text
 
 
 def note_end(folder: Path, info: RunInfo, end: End) -> None:

@@ -85,7 +85,7 @@ def test_plain_steps_count_like_any_other(monkeypatch: pytest.MonkeyPatch) -> No
     raw, windows, _ = feed(StepDownsampler(), [step for bulk in bulks for step in bulk.steps()])
 
     thinner = StepDownsampler()
-    written = [record for bulk in bulks for record in thinner.push_many(bulk)] + thinner.flush()
+    written = [record for bulk in bulks for record in thinner.push(bulk)] + thinner.flush()
 
     assert [record.index for record in written if isinstance(record, Step)] == [step.index for step in raw]
     assert {888, 889, 890, 1_498, 1_499, 1_500} < {step.index for step in raw}
@@ -137,7 +137,7 @@ def test_a_restless_start_leaves_outliers_to_be_kept_later() -> None:
     thinner = StepDownsampler()
     bulks = [plain_steps(walls, first) for walls, first in ((slow[n : n + 100], n) for n in range(0, 20_000, 100))]
     bulks += [plain_steps(later[n : n + 100], 20_000 + n) for n in range(0, 150_000, 100)]
-    kept = [record.index for bulk in bulks for record in thinner.push_many(bulk) if isinstance(record, Step)]
+    kept = [record.index for bulk in bulks for record in thinner.push(bulk) if isinstance(record, Step)]
     outliers = sum(downsample.RAW_STEPS <= index < 20_000 for index in kept)
     assert outliers <= downsample.OUTLIERS_AT_FIRST + 0.02 * 20_000 + 100
     assert kept[-5:] == list(range(169_988, 169_993))
