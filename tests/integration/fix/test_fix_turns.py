@@ -87,6 +87,7 @@ def test_a_forward_that_raises_with_a_change_is_repeated_without_it(tmp_path: Pa
     layout, precision = ended.turns
     assert (layout.state, layout.gain) == ("decided", None)
     assert "view size is not compatible" in layout.note
+    assert layout.note.endswith("train.py:20")
     assert layout.note == ended.refused["channels_last"]
     assert precision.decision == "faster"
 

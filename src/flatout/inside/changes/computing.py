@@ -21,7 +21,7 @@ from flatout.inside.compiler import draw_as_eager, round_as_eager
 from flatout.inside.fingerprints import FingerprintLog
 from flatout.inside.patches import Subscriber, original
 from flatout.inside.root_modules import Call, RootModules, WeakIdMap
-from flatout.inside.stacks import caller
+from flatout.inside.stacks import caller, raised_at
 
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _CAPTURING = ("reduce-overhead", "max-autotune")  # ways to compile that make CUDA graphs
@@ -118,7 +118,7 @@ class RootChange(_ComputingChange):
             except Exception as problem:
                 if self.computing.on_trial != self.name:
                     raise
-                self.ledger.failed(self.name, problem)
+                self.ledger.failed(self.name, problem, raised_at(problem.__traceback__))
                 self.off()
                 return call(*args, **kwargs)
 

@@ -59,9 +59,10 @@ class Ledger:
         """It cannot be applied here. The first reason counts, unless it is applied elsewhere."""
         self._refused.setdefault(name, redact_text(why))
 
-    def failed(self, name: str, problem: BaseException) -> None:
-        """Something of ours went wrong: the change is off from now on."""
-        self.withdraw(name, f"{type(problem).__name__}: {problem}")
+    def failed(self, name: str, problem: BaseException, where: str | None = None) -> None:
+        """Something went wrong with it, `where` in the user's code if there: the change is off from now on."""
+        why = f"{type(problem).__name__}: {problem}"
+        self.withdraw(name, f"{why} at {where}" if where else why)
 
     def withdraw(self, name: str, why: str) -> None:
         """It should not have been applied: it is off from now on."""
