@@ -18,6 +18,7 @@ import random
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Meter:
         self._slowest: list[tuple[float, int]] = []
         self._random: set[str] = set()
         self._random_checks = self._passes = 0
-        self.transforms_s: dict[str, float] = {}
+        self.transforms_s: defaultdict[str, float] = defaultdict(float)
         self.phase: str | None = None  # samples or collate, while it is at work
         self._stacks: StackSampler | None = None
         if worker is not None:
@@ -306,18 +307,16 @@ class _TimedDataset:
 
 
 class _TimedTransform:
-    def __init__(self, transform: Any, name: str, meter: Meter) -> None:
+    def __init__(self, transform: Any, meter: Meter) -> None:
         self._transform = transform
-        self._name = name
-        self._meter = meter
+        self._spent = meter.transforms_s
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         try:
             return self._transform(*args, **kwargs)
         finally:
-            spent = self._meter.transforms_s
-            spent[self._name] = spent.get(self._name, 0.0) + time.perf_counter() - start
+            self._spent[type(self._transform).__name__] += time.perf_counter() - start
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transform, name)
@@ -332,10 +331,9 @@ def _time_transforms(meter: Meter) -> None:
         for compose in list(getattr(holder, "__dict__", {}).values()):
             steps = getattr(compose, "transforms", None)
             if type(compose).__name__ == "Compose" and isinstance(steps, list):
-                # A persistent worker has a meter for each epoch: its transforms were timed in the last one
-                # too.
+                # A persistent worker has a meter for each epoch: its transforms were timed in the last one too.
                 plain = [s._transform if isinstance(s, _TimedTransform) else s for s in steps]
-                compose.transforms = [_TimedTransform(s, type(s).__name__, meter) for s in plain]
+                compose.transforms = [_TimedTransform(s, meter) for s in plain]
 
 
 def _named(dataset: Any) -> tuple[str, int | None]:

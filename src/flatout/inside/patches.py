@@ -139,12 +139,11 @@ _WHERE = {name: patch for patch in TABLE for name in patch.attributes}
 class PatchPoint:
     """One attribute: its original, who subscribed to it, and the wrapper that stands there."""
 
-    __slots__ = ("_built", "_had", "_handlers", "_name", "_owner", "_raw", "_time", "call", "original")
+    __slots__ = ("_built", "_handlers", "_name", "_owner", "_raw", "_time", "call", "original")
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
-        self._had = name in vars(owner)
-        self._raw = vars(owner).get(name, getattr(owner, name))
+        self._raw = vars(owner).get(name)  # None where it is inherited
         self.original: Call = getattr(owner, name)
         if isinstance(self._raw, property):
             self.original = self._raw.fget  # type: ignore[assignment]
@@ -184,10 +183,10 @@ class PatchPoint:
             self._put(_passing(self))
         elif not self._handlers:
             self._built = None
-            if self._had:
-                setattr(self._owner, self._name, self._raw)
-            else:
+            if self._raw is None:
                 delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self._raw)
 
     def _compose(self) -> None:
         self.call = self.original

@@ -150,8 +150,7 @@ class Recording:
 
             self._xray = XraySchedule(self.recorder, self._write, self._note, at_the_end=bounded)
         self._time = process.patches.subscriber(Stage.TIME, self._fail)
-        self.timing = Timing(self._time, process.roots, self.recorder, self)
-        self.timing.install()
+        Timing(self._time, process.roots, self.recorder, self).install()
         self.attention = run_facts.AttentionWatch(process.patches)
         self._time.on_leaving(self.attention.leave)
         if options.trial is not None:  # the changes that it tries may compile

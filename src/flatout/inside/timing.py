@@ -93,9 +93,7 @@ class Timing:
         for patch in TABLE:
             if not patch.phase:
                 continue
-            phase = _always(patch.phase)
-            if patch.owner == "torch.Tensor":
-                phase = _phase_of_reading
+            phase = _phase_of_reading if patch.owner == "torch.Tensor" else _always(patch.phase)
             for where in patch.attributes:
                 self._time.time(where, functools.partial(self._build_phase, special.get(where, phase), patch.computes))
 
@@ -295,9 +293,8 @@ class Timing:
 
     def _install_optimizer_steps(self) -> None:
         recorder, time = self._recorder, self._time
-        running: list[
-            int
-        ] = []  # steps that have begun, and how deep among the phases (0: not split); one may call another
+        # Steps that have begun, and how deep among the phases (0: not split); one may call another.
+        running: list[int] = []
 
         def leave_raised(frame: FrameType) -> None:
             """Only steps whose frames are there still go on. (The frames are not held: they hold what callers have.)"""

@@ -140,8 +140,10 @@ class _UsersFiles:
         self._box, self._overlay = box, overlay
         but = [*box.keep, box.scratch, *sandbox.not_compared()]
         self._near = Snapshot(box.near, but=but)
-        # Overlays cover all but shared memory.
-        self._beyond = SharedMemory() if overlay else Snapshot(box.beyond, but=but, others_work=True)
+        if overlay:  # which covers all but shared memory
+            self._beyond: Snapshot = SharedMemory()
+        else:
+            self._beyond = Snapshot([str(Path.home().resolve()), *box.cover], but=but, others_work=True)
 
     def compare(self) -> None:
         """Raise where a trial has really written to them."""

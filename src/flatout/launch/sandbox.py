@@ -70,11 +70,6 @@ class Sandbox:
     near: Sequence[str] = ()
     compiled: str = ""
 
-    @property
-    def beyond(self) -> list[str]:
-        """All folders in which people keep files, the home first."""
-        return [str(Path.home().resolve()), *self.cover]
-
     def to_json(self) -> str:
         """For another process."""
         return json.dumps(asdict(self))

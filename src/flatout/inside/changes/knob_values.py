@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.machinery
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from flatout.redact import redact_setting
 if TYPE_CHECKING:
     from flatout.model.plan import Change
 
-_NOTHING = object()
 _Place = tuple[ast.expr, Callable[[ast.expr], None]]  # a value in a module, and what puts another in its place
 
 
@@ -48,18 +47,13 @@ class Knobs:
         """A YAML or JSON text has been read; `file` is its name, if it has one."""
         for change, named, key in self._keys:
             if named == source if file is None else _same_file(named, file):
-                self._put(change, values, key.split("."))
-
-    def _put(self, change: Change, values: Any, path: list[str]) -> None:
-        holder = values
-        for part in path[:-1]:
-            holder = _inside(holder, part)
-        before = _inside(holder, path[-1])
-        if before is _NOTHING:
-            self._ledger.refused(change.name, f"there is no {change.knob}")
-            return
-        _set_inside(holder, path[-1], change.value)
-        self._read(change, before)
+                place = _find(values, key.split("."))
+                if place is None:
+                    self._ledger.refused(change.name, f"there is no {change.knob}")
+                    continue
+                holder, last = place
+                self._read(change, holder[last])
+                holder[last] = change.value
 
     def _read(self, change: Change, before: Any) -> None:
         self._say(change, "read as", repr(redact_setting(change.knob, before)))
@@ -121,18 +115,22 @@ def _entries(value: ast.expr, put: Callable[[ast.expr], None], path: list[str]) 
                 yield from _entries(value.values[at], functools.partial(value.values.__setitem__, at), path[1:])
 
 
-def _inside(holder: Any, key: str) -> Any:
-    """What lies under a key, whatever type of key that is; _NOTHING where nothing does."""
-    if isinstance(holder, dict):
-        return next((value for known, value in holder.items() if str(known) == key), _NOTHING)
-    if isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
-        return holder[int(key)]
-    return _NOTHING
-
-
-def _set_inside(holder: Any, key: str, value: Any) -> None:
-    place = int(key) if isinstance(holder, list) else next(known for known in holder if str(known) == key)
-    holder[place] = value
+def _find(values: Any, path: list[str]) -> tuple[Any, Any] | None:
+    """What holds the value at the end of a path of keys, of whatever type these are, and the last of them; None where
+    nothing lies there."""
+    holder = key = None
+    for part in path:
+        keys: Iterable[Any] = ()
+        if isinstance(values, dict):
+            keys = values
+        elif isinstance(values, list):
+            keys = range(len(values))
+        by_name = {str(known): known for known in keys}
+        if part not in by_name:
+            return None
+        holder, key = values, by_name[part]
+        values = holder[key]
+    return holder, key
 
 
 def _same_file(one: str, other: Any) -> bool:
