@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flatout.diagnose.breakdown import REST, Part
+from flatout.diagnose.breakdown import REST, UNSPLIT, Part
 from flatout.diagnose.rank_metrics import LAUNCHING, MAX_SAVED, RankMetrics
 from flatout.model.causes import Finding
 
@@ -223,7 +223,7 @@ def _wants(
         yield REST, sum(metrics.beside_pauses[names[0]].values())
     left = math.inf
     if cause == "drift.slower":
-        names = (finding.evidence["grows_most"], USEFUL)
+        names = (finding.evidence["grows_most"].replace(UNSPLIT, REST), USEFUL)
     if cause in _FREES_CORES:
         yield USEFUL, min(pools[USEFUL], cores_freed(metrics))
     if cause == "data.worker-start":

@@ -20,6 +20,7 @@ _IDLE_SM_PCT = 40
 _TRANSPOSES = re.compile("nchwToNhwc|nhwcToNchw")
 _NORMS = re.compile("batch_?norm|bn_[fb]w")
 _SOFTMAX = re.compile("(?<!log)(?<!log_)softmax", re.IGNORECASE)
+_ATTENDS = re.compile(r"softmax|matmul|bmm|einsum|\s@\s|mask|tril|dropout")
 _JOINABLE = re.compile(f"elementwise|reduce_kernel|layer_norm|softmax|dropout|{_NORMS.pattern}")
 
 
@@ -151,23 +152,29 @@ def attention(metrics: RankMetrics) -> Finding | None:
     written = metrics.facts.attention
     if written is None:
         return None
-    if metrics.xray is not None:
-        share = _share_of_kernels(metrics, _SOFTMAX)
-    else:
-        lines = [line for function in in_training(metrics.rank, ("forward",)) for line in function.lines]
-        share = metrics.share("forward") * sum(line.share for line in lines if line.where == written.where)
+    share, what = _share_of_kernels(metrics, _SOFTMAX), "softmax takes"
+    if metrics.xray is None:
+        share, what = metrics.computing * _attention_of_forward(metrics, written.where), "it takes"
     if share < MIN_SHARE:
         return None
     return Finding(
         code="compute.attention",
-        title=f"attention over {written.length} tokens is written out by hand: softmax takes {share:.0%} of the time",
+        title=f"attention over {written.length} tokens is written out by hand: {what} {share:.0%} of the time",
         share=share,
         **gain_if_gpu_spared(metrics, 0.0, share * metrics.saved_at_most),
         confidence=0.7,
-        evidence={"length": written.length, "softmax_share": rounded(share)},
+        evidence={"length": written.length, "share": rounded(share)},
         advice="torch.nn.functional.scaled_dot_product_attention",
         where=written.where,
     )
+
+
+def _attention_of_forward(metrics: RankMetrics, where: str) -> float:
+    """The part of forward that goes into attention: lines beside its softmax with products, masks and dropout. Backward
+    goes through the same again."""
+    functions = in_training(metrics.rank, ("forward",))
+    beside = next((function.lines for function in functions if any(line.where == where for line in function.lines)), ())
+    return sum(line.share for line in beside if line.where == where or _ATTENDS.search(line.source or ""))
 
 
 def padding(metrics: RankMetrics) -> Finding | None:

@@ -3,6 +3,7 @@ mid-step, and steps that grow longer over the run."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from flatout.diagnose.breakdown import (
     OWN_CODE,
     REST,
+    UNSPLIT,
     HotFunction,
     called_from,
     in_training,
@@ -23,7 +25,7 @@ from flatout.diagnose.by_cause import (
     gain_if_removed,
     rounded,
 )
-from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.diagnose.rank_metrics import COMPUTING, RankMetrics
 from flatout.model.causes import BY_CODE, Finding
 from flatout.trace import Step, Window
 
@@ -38,7 +40,8 @@ _PIECES = 9  # of the run, whose medians are compared
 _MIN_STEPS_A_PIECE = 3
 _MOST_DISORDER = 0.2  # of all pairs of pieces, that do not grow
 _MIN_MEMORY_GROWTH = 1.2
-_IN_WORDS = {"rest": "your own code", "data": "waiting for data"}
+_LEAST_AT_START = 0.2  # of the first part of the run: growth that bends leads a straight line below that
+_IN_WORDS = {"rest": "your own code", "data": "waiting for data", "unsplit": "computing, or in your own code"}
 
 
 def own_code(metrics: RankMetrics) -> Finding | None:
@@ -213,31 +216,47 @@ def drift(metrics: RankMetrics) -> Finding | None:
     first, last = _joined(pieces[:third]), _joined(pieces[-third:])
     if not first.step_ms or last.step_ms < _MIN_GROWTH * first.step_ms or not _keeps_growing(pieces):
         return None
-    spent_ms = sum(piece.step_ms * piece.steps for piece in pieces)
-    share = max(0.0, 1 - first.step_ms * sum(piece.steps for piece in pieces) / spent_ms)
+    share, sure = _grown(pieces, _at_the_start_ms(pieces)), _grown(pieces, first.step_ms)
     if share < MIN_SHARE:
         return None
     grown = {name: ms - first.phases_ms.get(name, 0.0) for name, ms in last.phases_ms.items()}
     phase = max(grown, key=grown.__getitem__, default="")
-    lines = in_training(metrics.rank, OWN_CODE if phase == REST else (phase,))
+    phases = {REST: OWN_CODE, UNSPLIT: (*OWN_CODE, *COMPUTING)}.get(phase, (phase,))
+    functions = in_training(metrics.rank, phases)
+    functions = outside_torch(functions) or functions
     title = f"steps grow from {first.step_ms:.3g} to {last.step_ms:.3g} ms over the run, most in "
     title += " and with them ".join([_IN_WORDS.get(phase, phase), *_what_grows(metrics)])
     return Finding(
         code="drift.slower",
         title=title,
         share=share,
-        **gain_if_removed(share / 2, share),
+        **gain_if_removed(sure / 2, share),
         confidence=0.7,
         evidence={
             "first_third_ms": rounded(first.step_ms),
             "last_third_ms": rounded(last.step_ms),
             "grows_most": phase,
             "grown_ms": {name: rounded(ms) for name, ms in grown.items()},
+            "lines": as_evidence(functions),
         },
         advice="look for what is kept from step to step: a list or cache that is gone over, a graph behind a loss "
         "that is added up without .item() or .detach()",
-        where=lines[0].hottest.where if lines else None,
+        where=functions[0].hottest.where if functions else None,
     )
+
+
+def _grown(pieces: Sequence[_RunPart], before_ms: float) -> float:
+    """The share of the run by which its steps took longer than `before_ms`."""
+    spent_ms = sum(piece.step_ms * piece.steps for piece in pieces)
+    return max(0.0, 1 - before_ms * sum(piece.steps for piece in pieces) / spent_ms)
+
+
+def _at_the_start_ms(pieces: Sequence[_RunPart]) -> float:
+    """How long a step took before it grew: the line through all parts of the run, at its beginning."""
+    ends = list(itertools.accumulate(piece.steps for piece in pieces))
+    middles = [end - piece.steps / 2 for end, piece in zip(ends, pieces, strict=True)]
+    at_start_ms = statistics.linear_regression(middles, [piece.step_ms for piece in pieces]).intercept
+    return min(max(at_start_ms, _LEAST_AT_START * pieces[0].step_ms), pieces[0].step_ms)
 
 
 def _pieces(metrics: RankMetrics) -> list[_RunPart]:

@@ -96,12 +96,19 @@ def ignored_settings(metrics: RankMetrics, others: Iterable[Finding]) -> list[Fi
     """A finding for each setting that was read and has no effect. It promises what fixing its cause would give."""
     costs = {finding.code: finding for finding in others}
     read = every_knob(metrics.facts.settings)
+    read = [knob for place, knob in enumerate(read) if not _overruled(knob, read[place:])]
     found = []
     for names, cause, is_off, off in _CONTRADICTIONS:
         asked = next((knob for knob in read if knob.is_called(*names) and is_on(knob.value)), None)
         if asked is not None and is_off(metrics.facts):
             found.append(_ignored(asked, off, costs.pop(cause, None)))
     return found
+
+
+def _overruled(knob: Knob, later: Iterable[Knob]) -> bool:
+    """Whether the command line has switched off what a file has on."""
+    last_words = (other for other in later if other.source == "argparse" and other.name == knob.name)
+    return any(not is_on(other.value) for other in last_words)
 
 
 def _ignored(read: Knob, off: str, cost: Finding | None) -> Finding:

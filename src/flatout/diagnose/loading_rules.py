@@ -29,6 +29,8 @@ from flatout.trace import Sketch
 
 _STORAGE_BOUND = 0.10  # of the time that processes wait for storage
 _ON_CORE_WHILE_READING = 0.6  # of loading time: a worker that reads from a slow disk is on a core for less
+_MANY_A_CORE, _MOSTLY_WAITS, _IDLE_CORES = 2, 0.8, 0.5  # workers, of their loading time, of the cores
+_ALWAYS = 0.9  # of its loading time that a worker wants a core
 _CORES_TAKEN = 0.6  # by this run: then it is workers that are in each other's way
 _SLOW_TAIL = 8.0  # times the median
 _COLLATING = 0.4  # of the workers' work
@@ -116,16 +118,25 @@ def _wants_core(metrics: RankMetrics) -> bool:
 
 def _disk_bound(metrics: RankMetrics, saved: float) -> Finding | None:
     on_core, delay = metrics.worker_on_core or 0.0, metrics.worker_delay or 0.0
-    if on_core >= _ON_CORE_WHILE_READING or delay >= NO_CORE or metrics.storage_share < _STORAGE_BOUND:
+    seen = metrics.storage_share >= _STORAGE_BOUND or _many_wait(metrics)
+    if on_core >= _ON_CORE_WHILE_READING or delay >= NO_CORE or not seen:
         return None
     return _late(
         metrics,
         "disk-bound",
-        f"workers wait for storage: on a core only {on_core:.0%} of their loading time",
+        f"workers wait for storage, or a server: on a core only {on_core:.0%} of their loading time",
         gain_if_fed(metrics, saved),
         confidence=0.8,
         advice="put the data on a faster disk, in fewer and larger files, or let it fit the page cache",
     )
+
+
+def _many_wait(metrics: RankMetrics) -> bool:
+    """Whether far more workers than cores wait nearly all the time, for nothing on this machine: it is not their number
+    that holds them up, though no counter of this machine shows what does (a network disk, a server)."""
+    waits = 1 - (metrics.worker_on_core or 0.0) - (metrics.worker_delay or 0.0)
+    idle = (metrics.own_cpu_share or 0.0) < _IDLE_CORES
+    return metrics.workers >= _MANY_A_CORE * (metrics.cores or math.inf) and waits >= _MOSTLY_WAITS and idle
 
 
 def _slow_samples(metrics: RankMetrics, saved: float) -> Finding | None:
@@ -137,7 +148,9 @@ def _slow_samples(metrics: RankMetrics, saved: float) -> Finding | None:
     # A worker that had to wait for a core is no slower sample: what that explains of the tail does not count.
     above_median_s = (times.mean - median) * times.count / 1e3
     tail_s = 0.01 * slowest / 1e3 * sum(report.samples for report in metrics.reports)
-    delay_s = sum(report.run_delay_s or 0.0 for report in metrics.reports)
+    # It may wait for one at any time, but loses no more of loading than it was off a core.
+    off_core_s = metrics.worked_s * (1 - (metrics.worker_on_core or 0.0))
+    delay_s = min(off_core_s, sum(report.run_delay_s or 0.0 for report in metrics.reports))
     if delay_s > 0.5 * above_median_s or tail_s <= 0.1 * metrics.worked_s:
         return None
     which = ", ".join(f"index {index} ({ms:.0f} ms)" for ms, index in metrics.slowest_samples[:3])
@@ -155,7 +168,9 @@ def _slow_samples(metrics: RankMetrics, saved: float) -> Finding | None:
 
 def _no_core_for_workers(metrics: RankMetrics, saved: float) -> Finding | None:
     cores, delay, wanted = metrics.cores or 1.0, metrics.worker_delay or 0.0, metrics.spare_cores
-    taken = (metrics.own_cpu_share or 0.0) >= _CORES_TAKEN
+    # Reports count the worker's own thread: where it always wants a core, others of its threads may have them.
+    always = (metrics.worker_on_core or 0.0) + delay >= _ALWAYS
+    taken = always or (metrics.own_cpu_share or 0.0) >= _CORES_TAKEN
     if delay < NO_CORE or metrics.workers <= cores or not taken or metrics.elastic:
         return None
     return _late(

@@ -27,8 +27,7 @@ _MIN_WAITING = 0.10  # of the step, on the mean of all ranks
 def host_memory(metrics: RankMetrics) -> Finding | None:
     """The host's memory is full, or it swaps."""
     hosts = [sample.host for sample in metrics.samples]
-    known = [host for host in hosts if host.memory_used_bytes and host.memory_total_bytes]
-    used = max(((host.memory_used_bytes or 0) / (host.memory_total_bytes or 1) for host in known), default=0.0)
+    used = _host_memory_used(metrics) or 0.0
     swap = [host.swap_used_bytes for host in hosts if host.swap_used_bytes is not None]
     grew = max(swap) - swap[0] if swap else 0
     if used < MEMORY_FULL_PCT / 100 and grew < _SWAP_GREW_BYTES:
@@ -44,6 +43,13 @@ def host_memory(metrics: RankMetrics) -> Finding | None:
         value=max(1, (metrics.workers or 2) // 2),
         advice="fewer workers, a smaller prefetch_factor, or a dataset that shares its memory",
     )
+
+
+def _host_memory_used(metrics: RankMetrics) -> float | None:
+    """The most of the machine's memory that was in use."""
+    hosts = [sample.host for sample in metrics.samples]
+    known = [host for host in hosts if host.memory_used_bytes and host.memory_total_bytes]
+    return max(((host.memory_used_bytes or 0) / (host.memory_total_bytes or 1) for host in known), default=None)
 
 
 def gpu_memory(metrics: RankMetrics) -> Finding | None:
@@ -72,16 +78,17 @@ def gpu_memory(metrics: RankMetrics) -> Finding | None:
 
 
 def checkpointing(metrics: RankMetrics) -> Finding | None:
-    """Activations are computed again in backward, while the GPU's memory has room for them."""
+    """Activations are computed again in backward, while the memory has room for them."""
     part, used, share = metrics.passed("checkpoint"), _memory_used(metrics), metrics.share("forward")
     if metrics.xray is not None and metrics.xray.wall_ms:
         share = metrics.xray.busy_by_phase_ms.get("forward", 0.0) / metrics.xray.wall_ms
     share *= part  # backward does again what forward did
+    whose = "the GPU's" if metrics.on_gpu else "the machine's"
     if used is None or used > _ROOM_FOR_ACTIVATIONS or share < MIN_SHARE:
         return None
     return Finding(
         code="memory.checkpointing",
-        title=f"activations are computed again in backward, and the GPU's memory is {used:.0%} used",
+        title=f"activations are computed again in backward, and {whose} memory is {used:.0%} used",
         share=share,
         **gain_if_gpu_spared(metrics, 0.0, share * metrics.saved_at_most),
         confidence=0.6,
@@ -91,8 +98,10 @@ def checkpointing(metrics: RankMetrics) -> Finding | None:
 
 
 def _memory_used(metrics: RankMetrics) -> float | None:
-    """The share of the GPU's memory that PyTorch has reserved."""
+    """The share of the GPU's memory that PyTorch has reserved; without one, of the machine's that is in use."""
     facts = metrics.facts
+    if not metrics.on_gpu:
+        return _host_memory_used(metrics)
     if not facts.memory_reserved_bytes or not facts.memory_total_bytes:
         return None
     return facts.memory_reserved_bytes / facts.memory_total_bytes

@@ -106,6 +106,8 @@ def test_workers_waiting_for_something_else_are_not_too_many() -> None:
     few_cores = {"loader": {"num_workers": 11}, "facts": {"cores_allowed": 2}}
     waiting = workers(11, sample_ms=20.0, busy=0.95, on_core=0.1, delay=0.45)
     assert "data.too-many-workers" not in codes(trace(*STARVED, **few_cores, workers=waiting))
+    threads = workers(11, sample_ms=20.0, busy=0.95, on_core=0.05, delay=0.9)
+    assert "data.too-many-workers" in codes(trace(*STARVED, **few_cores, workers=threads)), "theirs have the cores"
     crowded = workers(11, sample_ms=20.0, busy=0.95, on_core=0.18, delay=0.8)
     assert "data.too-many-workers" in codes(trace(*STARVED, **few_cores, workers=crowded))
 
@@ -225,6 +227,23 @@ def test_workers_that_wait_for_storage() -> None:
         *STARVED, workers=workers(8, sample_ms=30.0, busy=0.97, on_core=0.1), samples=hardware(10.0, io_pct=60.0)
     )
     assert first(made).code == "data.disk-bound"
+
+
+@pytest.mark.parametrize(("cores", "code"), [(4, "data.disk-bound"), (8, "data.too-few-workers")])
+def test_many_workers_that_wait_for_nothing_on_this_machine_wait_for_storage(cores: int, code: str) -> None:
+    """GIVEN eight workers on a core 1% of the time, idle cores THEN with four cores their number is not to blame."""
+    ours = ProcessSample(pid=1000, role="worker", name="python", cpu_pct=2.0)
+    quiet = tuple(dataclasses.replace(one, processes=(ours,) * 8) for one in hardware(10.0))
+    slow = workers(8, sample_ms=120.0, busy=0.99, on_core=0.01)
+    made = trace(*STARVED, workers=slow, samples=quiet, facts={"cores_allowed": cores})
+    assert first(made).code == code
+
+
+def test_slow_samples_that_compute_are_slow_though_workers_wait_for_cores_at_other_times() -> None:
+    """GIVEN samples of 400 ms that are on a core all along, and workers that often waited for one between samples."""
+    tail = Sketch.of([2.0] * 980 + [400.0] * 20)
+    slow = workers(8, sample_ms=2.0, busy=0.9, on_core=0.95, delay=1.5, times=tail, slowest=((410.0, 77.0),))
+    assert first(trace(*STARVED, workers=slow)).code == "data.slow-samples"
 
 
 def test_a_few_slow_samples_are_named() -> None:
@@ -619,6 +638,13 @@ def test_a_switch_that_is_off_is_not_ignored(value: object) -> None:
     assert "config.ignored" not in codes(trace(facts={"compiled": False, "settings": read}))
 
 
+def test_a_setting_of_a_file_that_the_command_line_switches_off_is_not_ignored() -> None:
+    file = {"source": "yaml", "file": "train.yaml", "values": {"compile_model": True}}
+    off = {"source": "argparse", "values": {"compile_model": False}}
+    assert "config.ignored" in codes(trace(facts={"compiled": False, "settings": [file]}))
+    assert "config.ignored" not in codes(trace(facts={"compiled": False, "settings": [file, off]}))
+
+
 @pytest.mark.parametrize("waits_ms", [(0.0, 14.0), (14.0, 0.0)], ids=["for gradients", "for buffers"])
 def test_the_culprit_waits_least_for_the_others(waits_ms: tuple[float, float]) -> None:
     forward_ms, backward_ms = 5.0 + waits_ms[0], 10.0 + waits_ms[1]
@@ -667,14 +693,16 @@ def test_attention_written_out_by_hand_is_worth_what_its_softmax_takes() -> None
     assert "compute.attention" not in codes(trace(xray=xray(top_ms=kernels)))
 
 
-def test_without_an_x_ray_looks_at_the_line_tell_what_its_softmax_takes() -> None:
-    frames = tuple(Frame(where=f"train.py:{n}", function="attend", own=True) for n in (11, 12))
-    times = tuple(StackTime(phase="forward", frames=(n,), seconds=5.0, looks=50) for n in (0, 1))
+def test_without_an_x_ray_looks_at_its_lines_tell_what_attention_takes() -> None:
+    """GIVEN as many looks at the product, the softmax and a projection THEN two thirds of what is computed count."""
+    sources = {11: "att = q @ k.transpose(-2, -1)", 12: "att = F.softmax(att, -1)", 13: "y = self.proj(y)"}
+    frames = tuple(Frame(where=f"train.py:{n}", function="attend", own=True, source=sources[n]) for n in sources)
+    times = tuple(StackTime(phase="forward", frames=(n,), seconds=5.0, looks=50) for n in range(3))
     stacks = (Stacks(time_s=110.0, pid=1, frames=frames, stacks=times),)
     slow = (*HEALTHY[:2], ("forward", 20.0, None, None), *HEALTHY[3:])
     found = diagnose(trace(*slow, facts=WRITTEN | {"gpu": None}, xray=None, stacks=stacks))
     written = next(finding for finding in found if finding.code == "compute.attention")
-    assert written.share == pytest.approx(0.26, abs=0.01)  # half of 20 of 38 ms
+    assert written.share == pytest.approx(2 / 3 * 35.7 / 38, abs=0.01)
     assert codes(trace(*slow, facts=WRITTEN | {"gpu": None}, xray=None)) == ["compute.saturated"]
 
 
@@ -693,6 +721,18 @@ def test_activations_are_computed_again_while_there_is_room_for_them(used: int) 
     if used == 40:  # forward is 48 of 160 ms, and four fifths of it are done again
         assert (found[0].share, found[0].gain_high) == (pytest.approx(0.24), pytest.approx(1 / 0.76))
     assert codes(trace(facts=memory, stacks=looks(10.0))) == ["compute.saturated"]
+
+
+@pytest.mark.parametrize("used", [40, 100])
+def test_without_a_gpu_it_is_the_machine_s_memory_that_has_room_for_activations(used: int) -> None:
+    room = tuple(
+        dataclasses.replace(
+            one, host=dataclasses.replace(one.host, memory_used_bytes=used << 30, memory_total_bytes=140 << 30)
+        )
+        for one in hardware()
+    )
+    found = diagnose(trace(samples=room, stacks=looks(10.0, checkpoint=8.0), **NO_GPU))
+    assert ("memory.checkpointing" in [f.code for f in found]) == (used == 40)
 
 
 def test_data_parallel_is_named_and_its_gpus_are_not_called_unused() -> None:
@@ -789,7 +829,26 @@ def growing(*step_ms: float) -> Trace:
 def test_steps_that_grow_over_the_run() -> None:
     found = next(f for f in diagnose(growing(*(20.0 + 4 * n for n in range(12)))) if f.code == "drift.slower")
     assert found.evidence["grows_most"] == "rest"
-    assert found.share == pytest.approx(1 - 24 / 42, abs=0.03)  # of 42 ms in the mean, where the first ones take 24
+    # of 42 ms in the mean: the line through all steps begins at 18 ms, and the first third of them takes 24
+    assert found.share == pytest.approx(1 - 18 / 42, abs=0.03)
+    assert found.gain_low == pytest.approx(1 / (1 - (1 - 24 / 42) / 2), abs=0.05)
+
+
+def test_where_steps_grow_that_were_not_split_looks_tell_the_line() -> None:
+    """A hook is added again and again: forward grows, in steps that were not looked at closely."""
+    made = growing(*(20.0 + 4 * n for n in range(12)))
+    spans = [dataclasses.replace(step.spans[1], name="unsplit", host_ms=step.wall_ms) for step in made.ranks[0].steps]
+    unsplit = [dataclasses.replace(step, spans=(span,)) for step, span in zip(made.ranks[0].steps, spans, strict=True)]
+    frames = (Frame(where="net.py:9", function="hook", own=True, source="stats.append(float(o.abs().mean().item()))"),)
+    hook = StackTime(phase="forward", frames=(0,), seconds=1.0, looks=100)
+    rank = dataclasses.replace(
+        made.ranks[0],
+        steps=tuple(unsplit),
+        windows=(window_of(unsplit),),
+        stacks=(Stacks(time_s=110.0, pid=1, frames=frames, stacks=(hook,)),),
+    )
+    found = next(f for f in diagnose(Trace(ranks=(rank,), samples={})) if f.code == "drift.slower")
+    assert (found.where, found.evidence["grows_most"]) == ("net.py:9", "unsplit")
 
 
 @pytest.mark.parametrize(
