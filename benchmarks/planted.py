@@ -561,12 +561,12 @@ DATA = (
     ),
     Fault(
         name="a crowd", training="logistic", code="data.too-many-workers", environment={"STANDIN_SIDE": "200"},
-        what="sixteen workers for every core", cpu_only=True, steps=60,
+        what="sixteen workers for every core", cpu_only=True, steps=300,  # of which the first 64 lie ready at the start
         edits=(instead("num_workers=2", f"num_workers={16 * CORES}"),),
     ),
     Fault(
         name="forty workers", training="stock", code="data.too-many-workers", cpu_only=True,
-        what="forty workers on two cores, as train.sh has it", flags=("--num-workers", str(20 * CORES)),
+        what="forty workers on two cores, as train.sh has it", flags=("--num-workers", str(20 * CORES)), steps=300,
     ),
     Fault(
         name="threads in workers", training="video", code="data.too-many-workers", cpu_only=True,
