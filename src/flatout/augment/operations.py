@@ -87,6 +87,13 @@ def between(
     return Draw(name, first, last - first, neutral)
 
 
+def _area_range(name: str, scale: Interval, ratio: Interval, size: Size) -> Interval:
+    """The areas of a box that takes a part of a picture, in pixels."""
+    require(0 <= scale[0] <= scale[1] <= 1, f"{name}.scale", "a part of the area, 0 to 1", scale)
+    require(0 < ratio[0] <= ratio[1], f"{name}.ratio", "above 0, the lower end first", ratio)
+    return scale[0] * size[0] * size[1], scale[1] * size[0] * size[1]
+
+
 def _height_width(what: str, value: int | Sequence[int]) -> Size:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     require(len(pair) == 2 and min(pair) >= 1, what, "a number or (height, width), at least 1", value)
@@ -185,10 +192,9 @@ class ResizedCrop(Geometry):
     def draws(self, size: Size) -> BoxDraw:
         self.out_size(size)
         height, width = size
-        require(0 < self.scale[0] <= self.scale[1] <= 1, "ResizedCrop.scale", "a part of the area, 0 to 1", self.scale)
-        require(0 < self.ratio[0] <= self.ratio[1], "ResizedCrop.ratio", "above 0, the lower end first", self.ratio)
+        area = _area_range("ResizedCrop", self.scale, self.ratio, size)
+        require(area[0] > 0, "ResizedCrop.scale", "above 0", self.scale)
         box = min(height, round(width / self.ratio[0])), min(width, round(height * self.ratio[1]))
-        area = self.scale[0] * height * width, self.scale[1] * height * width
         middle = ((height - box[0]) // 2, (width - box[1]) // 2, *box)
         return BoxDraw(area, (math.log(self.ratio[0]), math.log(self.ratio[1])), size, size, middle)
 
@@ -414,12 +420,9 @@ class Erase(Point):
     value: float = 0.0
 
     def draws(self, size: Size) -> BoxDraw:
-        height, width = size
-        require(0 <= self.scale[0] <= self.scale[1] <= 1, "Erase.scale", "a part of the area, 0 to 1", self.scale)
-        require(0 < self.ratio[0] <= self.ratio[1], "Erase.ratio", "above 0, the lower end first", self.ratio)
-        area = self.scale[0] * height * width, self.scale[1] * height * width
+        area = _area_range("Erase", self.scale, self.ratio, size)
         log_ratio = -math.log(self.ratio[1]), -math.log(self.ratio[0])
-        return BoxDraw(area, log_ratio, (height - 1, width - 1), size, (0, 0, 0, 0))
+        return BoxDraw(area, log_ratio, (size[0] - 1, size[1] - 1), size, (0, 0, 0, 0))
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         top, left, height, width = drawn
