@@ -15,7 +15,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -25,7 +24,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     ValidationError,
     field_validator,
     model_validator,
@@ -45,31 +43,16 @@ class Section(BaseModel):
 Count = Annotated[int, Field(ge=1, le=2**53)]
 
 
-@dataclass(frozen=True, slots=True)
-class Every:
-    """How often something happens: "5 epochs", "1000 steps", "10 minutes"."""
-
-    number: float
-    unit: Literal["epoch", "step", "minute"]
-
-    def __str__(self) -> str:
-        plural = "s" * (self.number != 1)
-        return f"{self.number:g} {self.unit}{plural}"
-
-
-def _read_every(value: Any) -> Any:
+def _read_often(value: Any) -> Any:
     if value is None or value is False or value == "never":
         return None
-    if isinstance(value, Every):
-        return value
-    match = re.fullmatch(r"(?:(\d{1,15}) (epoch|step)|(\d{1,15}(?:\.\d+)?) (minute))s?", str(value))
-    number = float(match[1] or match[3]) if match else 0
-    if match is None or number == 0:
+    often = re.fullmatch(r"(\d{1,15}) (epoch|step)s?|(\d{1,15}(\.\d+)?) minutes?", str(value))
+    if often is None or float(str(value).split()[0]) == 0:
         raise ValueError('such as "5 epochs", "1000 steps", "10 minutes" or never')
-    return Every(number, match[2] or match[4])  # type: ignore[arg-type]
+    return value
 
 
-Often = Annotated[Every | None, BeforeValidator(_read_every), PlainSerializer(lambda every: every and str(every))]
+Often = Annotated[str | None, BeforeValidator(_read_often)]
 
 
 class FactoryConfig(Section):
@@ -158,14 +141,14 @@ class DataConfig(Section):
 class EvaluateConfig(Section):
     """When the validation data is looked at."""
 
-    every: Often = Every(1, "epoch")
+    every: Often = "1 epoch"
     batch_size: Count | None = None  # None: train.batch_size
 
 
 class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""
 
-    every: Often = Every(1, "epoch")
+    every: Often = "1 epoch"
     keep: Count = 2
     # The validation metric that chooses best.pt.
     best: Annotated[str, Field(min_length=1)] | None = "loss"

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader as PyTorchLoader
 from flatout.engine.config import DataConfig, FactoryConfig, TrainConfig, build, import_path
 from flatout.engine.run_folder import random_state, set_random_state
 from flatout.feed import DataLoader, feed_of, to_device
+from flatout.feed.device import map_tensors
 from flatout.model.errors import UsageError
 from flatout.model.formatting import count_of
 
@@ -245,25 +246,22 @@ def _draw_as_for_a_new_pass() -> None:
 
 def batch_rows(batch: Any) -> int:
     """How many samples a batch has: the length of the first tensor in it."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    for value in values if isinstance(values, Iterable) else ():
-        if isinstance(value, Tensor) and value.dim():
-            return len(value)
-        if isinstance(value, Mapping | list | tuple):
-            return batch_rows(value)
+    for shape in shapes_in(batch):
+        if shape:
+            return shape[0]
     raise UsageError(f"there is no tensor in a batch, and no telling how many samples it has (got {batch!r:.60})")
 
 
 def shapes_in(batch: Any) -> Shapes:
     """The shape of every tensor in a batch."""
-    if isinstance(batch, Tensor):
-        return (batch.shape,)
-    if not _is_group(batch):
-        return ()
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return tuple(shape for value in values for shape in shapes_in(value))
+    shapes: list[torch.Size] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    map_tensors(batch, note)
+    return tuple(shapes)
 
 
 def pieces(batch: Any, count: int) -> list[Any]:
@@ -287,13 +285,9 @@ def map_samples(batch: Any, change: Callable[[Any], Any]) -> Any:
             return {key: within(value) for key, value in thing.items()}
         if not isinstance(thing, list | tuple):
             return thing
-        if len(thing) == rows and not any(isinstance(value, Tensor) or _is_group(value) for value in thing):
+        if len(thing) == rows and not any(isinstance(value, Tensor | Mapping | list | tuple) for value in thing):
             return change(thing)
         parts = [within(value) for value in thing]
         return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
 
     return within(batch)
-
-
-def _is_group(thing: Any) -> bool:
-    return isinstance(thing, Mapping | list | tuple)

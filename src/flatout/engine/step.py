@@ -65,18 +65,11 @@ class Ranks:
 
     def total(self, values: Iterable[float]) -> list[float]:
         """The sums over all ranks."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return list(map(sum, zip(*self.gathered(values), strict=True)))
 
     def highest(self, values: Iterable[float]) -> list[float]:
         """The highest values of any rank."""
-        return self._reduced(values, dist.ReduceOp.MAX)
-
-    def _reduced(self, values: Iterable[float], how: Any) -> list[float]:
-        if self._host is None:
-            return list(values)
-        numbers = torch.tensor(list(values), dtype=torch.float64)
-        dist.all_reduce(numbers, how, group=self._host)
-        return numbers.tolist()
+        return list(map(max, zip(*self.gathered(values), strict=True)))
 
     def gathered(self, thing: Any) -> list[Any]:
         """What every rank has, in the order of the ranks."""

@@ -238,11 +238,12 @@ class Trainer:
         """What is due after so many steps or epochs, or by the clock."""
         due = set()
         for name, every in (("evaluate", self.config.evaluate.every), ("checkpoint", self.config.checkpoint.every)):
-            if every is None or every.unit != unit:
+            count, _, units = (every or "").partition(" ")
+            if units.removesuffix("s") != unit:
                 continue
-            is_due = number % every.number == 0
+            is_due = number % float(count) == 0
             if unit == "minute":
-                is_due = time.monotonic() - self._done_at[name] >= 60 * every.number
+                is_due = time.monotonic() - self._done_at[name] >= 60 * float(count)
             if is_due:
                 due.add(name)
         return due

@@ -113,7 +113,7 @@ class OnDevice:
                 self._on_the_way = len(waiting)
                 current = torch.cuda.current_stream(self._device)
                 current.wait_event(done)
-                _map(ready, _used_on(current))
+                map_tensors(ready, _used_on(current))
                 yield ready
                 del ready
         finally:
@@ -124,7 +124,7 @@ class OnDevice:
                 slots.watched = True
 
     def _moved(self, batch: Any) -> Any:
-        batch = _map(batch, self._tensor)
+        batch = map_tensors(batch, self._tensor)
         return self._convert(batch) if self._convert is not None else batch
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -150,17 +150,17 @@ def _let_go(copying: collections.deque[tuple[Any, torch.cuda.Event]], *, keep: i
         copying.popleft()
 
 
-def _map(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """A batch with every tensor in it changed, however deep in containers."""
     if isinstance(thing, torch.Tensor):
         return change(thing)
     if isinstance(thing, Mapping):
-        changed = {key: _map(value, change) for key, value in thing.items()}
+        changed = {key: map_tensors(value, change) for key, value in thing.items()}
         return changed if type(thing) is dict else type(thing)(changed)  # type: ignore[call-arg]
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(_map(value, change) for value in thing))
+        return type(thing)(*(map_tensors(value, change) for value in thing))
     if isinstance(thing, Sequence) and not isinstance(thing, (str, bytes)):
-        return type(thing)(_map(value, change) for value in thing)  # type: ignore[call-arg]
+        return type(thing)(map_tensors(value, change) for value in thing)  # type: ignore[call-arg]
     return thing
 
 
