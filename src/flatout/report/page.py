@@ -61,11 +61,8 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 def join(children: Iterable[object]) -> Html:
     """One after the other; None is left out."""
-    return Html("".join(_markup(child) for child in children if child is not None))
-
-
-def _markup(child: object) -> str:
-    return child if isinstance(child, Html) else escape(str(child))
+    parts = (child for child in children if child is not None)
+    return Html("".join(part if isinstance(part, Html) else escape(str(part)) for part in parts))
 
 
 def page(report: Report) -> str:
@@ -98,21 +95,18 @@ def _hash_of(name: str, template: str) -> str:
 
 def _head(view: ReportView) -> Html:
     first, *others = view.about
-    figures = []
-    for name, value, remark in view.figures:
-        figures.append(tag("div", tag("dt", name), tag("dd", value, tag("small", remark))))
+    headline, *more = view.headlines
+    figures = (tag("div", tag("dt", name), tag("dd", value, tag("small", text))) for name, value, text in view.figures)
     command = tag("pre", tag("code", view.command), class_="command", aria_label="The command")
-    return join(
-        [
-            tag("p", tag("strong", first), *(f" · {part}" for part in others if part), class_="about"),
-            tag("h1", view.headlines[0]),
-            *(tag("p", line) for line in view.headlines[1:]),
-            tag("dl", *figures, class_="figures"),
-            command if view.command else None,
-            _copyable(view.train_with) if view.train_with else None,
-            *(tag("p", f"Note: {note}.", class_="warning") for note in view.notes),
-        ]
-    )
+    return join([
+        tag("p", tag("strong", first), *(f" · {part}" for part in others if part), class_="about"),
+        tag("h1", headline),
+        *(tag("p", line) for line in more),
+        tag("dl", *figures, class_="figures"),
+        command if view.command else None,
+        _copyable(view.train_with) if view.train_with else None,
+        *(tag("p", f"Note: {note}.", class_="warning") for note in view.notes),
+    ])  # fmt: skip
 
 
 def _part(part: Part) -> Html | None:
@@ -169,26 +163,30 @@ def _table(shown: Table) -> Html | None:
         bar = tag("td", _table_bar(shown.bars[place]), class_="bar") if shown.bars else None
         rows.append(tag("tr", *_cells("td", row, shown, bar)))
     top = tag("tr", *_cells("th", shown.heads, shown, tag("td") if shown.bars else None))
-    name = shown.title or shown.heads[0]
     caption = tag("caption", shown.title) if shown.title else None
     whole = tag("table", caption, tag("thead", top), tag("tbody", *rows), class_="bars" if shown.bars else None)
-    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=name)
+    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=shown.title or shown.heads[0])
 
 
 def _cells(name: str, row: Sequence[str], shown: Table, bar: Html | None) -> Iterator[Html | None]:
-    yield tag("th", row[0], class_="number" if shown.numbers_from == 0 else None)
+    yield tag("th", row[0])
     yield bar
     for place, cell in enumerate(row[1:], 1):
         yield tag(name, cell, class_="number" if place >= shown.numbers_from else None)
 
 
 def _table_bar(bar: TableBar) -> Html:
-    busy, ends = bar.share - bar.idle, {"height": "100%"}
-    blocks = [tag("rect", class_=bar.family, width=f"{100 * busy:.2f}%", **ends)]
+    busy = bar.share - bar.idle
+    blocks = [tag("rect", class_=bar.family, width=f"{100 * busy:.2f}%", height="100%")]
     if bar.idle:
-        place = {"x": f"{100 * busy:.2f}%", "width": f"{100 * bar.idle:.2f}%", **ends}
+        place = _place(busy, bar.idle)
         blocks += (tag("rect", class_=bar.family, **place), tag("rect", class_="stripes", **place))
     return tag("svg", *blocks, class_="track", aria_hidden="true")
+
+
+def _place(left: float, width: float) -> dict[str, str]:
+    """Where a bar is in its track, in shares of it."""
+    return {"x": f"{100 * left:.2f}%", "width": f"{100 * width:.2f}%", "height": "100%"}
 
 
 # Charts
@@ -227,7 +225,7 @@ def _bar_chart(drawn: BarChart) -> Html:
 
 def _block(bar: ChartBar) -> Html:
     """A bar in its track; its title says what it is."""
-    place = {"x": f"{100 * bar.left:.2f}%", "width": f"{100 * bar.width:.2f}%", "height": "100%"}
+    place = _place(bar.left, bar.width)
     what, text, style = " at ".join(filter(None, (bar.label, bar.where))), bar.label, None
     parts = [tag("rect", tag("title", f"{what}: {ms(bar.ms)}"), class_=bar.family, **place)]
     if bar.idle:
@@ -244,10 +242,9 @@ def _plots(drawn: Plots) -> Html:
     start = 0.0 if drawn.unit == "s" else min(series.x[0] for series in every)
     end = max(max(series.x[-1] for series in every), start + 1e-9)
     axis_end, unit = end, drawn.unit
-    if unit == "s" and end > 3 * 3600:
-        axis_end, unit = end / 3600, "h"
-    elif unit == "s" and end > 300:
-        axis_end, unit = end / 60, "min"
+    for least_s, longer, seconds in ((3 * 3600, "h", 3600), (300, "min", 60)):
+        if unit == "s" and end > least_s:
+            axis_end, unit = end / seconds, longer
     figures: list[Html] = []
     for plot in drawn.plots:
         bands = Html('<use href="#bands"></use>') if figures else _bands(drawn.marks, end)
@@ -272,10 +269,8 @@ def _plot(plot: Plot, start: float, end: float, bands: Html | None, axis: Html) 
         levels.append(tag("text", text, x=2, y=place, dy=10 - 13 * (n > 0)))
     title, described = f"{plot.title} {plot.unit}".rstrip(), []
     for series in plot.series:
-        middle = in_full(Sketch.of(series.y).quantile(0.5) or 0.0)
-        described.append(
-            f"{series.name}: median {middle}, lowest {in_full(min(series.y))}, highest {in_full(max(series.y))}"
-        )
+        numbers = map(in_full, (Sketch.of(series.y).quantile(0.5) or 0.0, min(series.y), max(series.y)))
+        described.append("{}: median {}, lowest {}, highest {}".format(series.name, *numbers))
     surface = {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "aria_hidden": "true"}
     frame = tag(
         "div",
