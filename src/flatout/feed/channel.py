@@ -1,6 +1,6 @@
 """How the training process and its workers talk: one socket a worker, whole messages, file descriptors along.
 
-    training process ──► worker   its board, then NewSlot, DropSlot, Task   (end of the socket: go)
+    training process ──► worker   its board, then Task, DropSlot   (end of the socket: go)
     worker ──► training process   for every Task Done or Failed             (end of the socket: it died)
 
 `SOCK_SEQPACKET` keeps the borders between messages in the kernel: a process killed while it sends leaves a
@@ -50,18 +50,12 @@ class Recipe:
     defer: bool = False  # transforms are noted by samples, and done to whole batches on the GPU
 
 
-class NewSlot(NamedTuple):
-    """Memory to build batches in; its descriptor comes along."""
-
-    slot: int
-
-
 class DropSlot(NamedTuple):
     slot: int
 
 
 class Task(NamedTuple):
-    """Make this batch."""
+    """Make this batch, in a slot's memory: its descriptor comes along where the worker does not have it yet."""
 
     ticket: int
     key: Key
@@ -90,8 +84,8 @@ class Failed(NamedTuple):
     error: ExceptionWrapper
 
 
-Message = NewSlot | DropSlot | Task | Done | Failed
-_KINDS: tuple[Any, ...] = (NewSlot, DropSlot, Task, Done, Failed)
+Message = DropSlot | Task | Done | Failed
+_KINDS: tuple[Any, ...] = (DropSlot, Task, Done, Failed)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 

@@ -68,32 +68,29 @@ class FeedIterator(_BaseDataLoaderIter):
         self._as_script = loader.num_workers == 0  # what goes wrong is the script's own, with no worker in it
         self._scheduler = scheduler
         self._latest: Batch | None = None
-        self._seed = int(self._base_seed)
-        self._epoch_number = 0
         self._generators = generators_of(loader)
         self._pure_sampler = is_pure(loader)
+        self.position = PassPosition(int(self._base_seed), 0, {}, [])
         if resume is not None:
-            self._seed = resume["base_seed"]
-            self._epoch_number = resume["epoch"]
+            self.position = PassPosition(resume["base_seed"], resume["epoch"], {}, [], resume["yielded"])
             randomness.restore(resume["random"])
             for generator, state in zip(self._generators, resume["generators"], strict=True):
                 generator.set_state(state)
-        skip = resume["yielded"] if resume else 0
-        self.position = PassPosition(self._seed, self._epoch_number, {}, [])
         self._begin_at_first: TorchLoader[Any] | None = None
         if loader.num_workers or resume is not None:
-            self._begin(loader, first=True, skip=skip)
+            self._begin(loader, first=True)
         else:  # PyTorch asks the sampler, which draws, for the first batch: another loader may come between
             self._begin_at_first = loader
 
     def _reset(self, loader: TorchLoader[Any], first_iter: bool = False) -> None:
         """PyTorch calls this with persistent workers for the next epoch."""
-        self._epoch_number += 1
-        self._begin(loader, first=False, skip=0)
+        self.position = PassPosition(self.position.base_seed, self.position.epoch + 1, {}, [])
+        self._begin(loader, first=False)
 
-    def _begin(self, loader: TorchLoader[Any], *, first: bool, skip: int) -> None:
-        before = {"torch": torch.default_generator.get_state()} if self._pure_sampler else randomness.capture()
-        self.position = PassPosition(self._seed, self._epoch_number, before, [g.get_state() for g in self._generators])
+    def _begin(self, loader: TorchLoader[Any], *, first: bool) -> None:
+        position, skip = self.position, self.position.yielded
+        position.random = {"torch": torch.default_generator.get_state()} if self._pure_sampler else randomness.capture()
+        position.generators = [generator.get_state() for generator in self._generators]
         if loader.num_workers > 0 or not first:  # PyTorch with workers asks the sampler twice at the start
             super()._reset(loader, first)
         chained = self._index_sampler if is_chained(self._index_sampler) else None
@@ -103,14 +100,14 @@ class FeedIterator(_BaseDataLoaderIter):
         else:
             for _ in itertools.islice(self._sampler_iter, skip):
                 pass
-        self._num_yielded = self.position.yielded = skip
+        self._num_yielded = position.yielded = skip
         # A sampler of torch's own draws when it is started and when it has ended, not in between; a last
         # batch that is not full ends it.
         batches = 0
         if self._pure_sampler:
             batches = chained.in_all if chained is not None else len(self._index_sampler)
         self._epoch = Epoch(
-            key=(self._seed + (_rank() << 48), self._epoch_number),
+            key=(position.base_seed + (_rank() << 48), position.epoch),
             indices=self._sampler_iter,
             ahead=max(1, (loader.prefetch_factor or 2) * self._num_workers),
             free_until=batches - 1,
@@ -125,7 +122,7 @@ class FeedIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self._begin_at_first is not None:
             loader, self._begin_at_first = self._begin_at_first, None
-            self._begin(loader, first=True, skip=0)
+            self._begin(loader, first=True)
         # Asked before each batch: the loop may have written to the dataset since the last one.
         if self._must_leave_workers():
             self._scheduler.leave_workers()

@@ -100,19 +100,16 @@ class DataLoader(TorchLoader[T_co]):
             worker_init_fn, multiprocessing_context, generator, **torch_options,
         )  # fmt: skip
 
-    @property
-    def _options(self) -> LoaderOptions:
-        return LoaderOptions(
+    def _get_iterator(self) -> Any:
+        resume, self._resume = self._resume, None
+        random_state = randomness.capture() if resume else None
+        options = LoaderOptions(
             workers="auto" if isinstance(self.num_workers, Auto) else None,
             on_bad_sample=self.on_bad_sample,
             hang_timeout=self.hang_timeout,
             page_locked=self._page_locked,
         )
-
-    def _get_iterator(self) -> Any:
-        resume, self._resume = self._resume, None
-        random_state = randomness.capture() if resume else None
-        iterator, reason = iterator_for(self, self._options, resume)
+        iterator, reason = iterator_for(self, options, resume)
         if iterator is None:
             if reason != self._reason_shown:
                 log.info("PyTorch's loader: %s", reason)
@@ -199,72 +196,64 @@ def iterator_for(
     `give_back` is called with the reason when a loader without workers of its own turns out to do better
     without ours: they would not see what is written to its dataset.
     """
+    options = options or LoaderOptions()
     with _one_thread:
-        return _iterator_for(loader, options or LoaderOptions(), resume, give_back)
-
-
-def _iterator_for(
-    loader: TorchLoader[Any],
-    options: LoaderOptions,
-    resume: dict[str, Any] | None,
-    give_back: Callable[[str], None] | None,
-) -> tuple[FeedIterator | None, str]:
-    reason = why_not(loader, options)
-    if reason:
-        return None, reason
-    scheduler = _schedulers.get(loader)
-    if scheduler is not None and scheduler.pid != os.getpid():  # a forked process has workers of its own
-        scheduler = None
-    if scheduler is not None and scheduler.given_back:
-        return None, scheduler.given_back
-    # Scripts that write to their dataset do so from the start; later passes are spared the looking.
-    check = None
-    if loader.num_workers == 0 and scheduler is None:
-        check = DatasetCheck(loader.dataset, loader.collate_fn)
-    recipe = _recipe(loader, options)
-    page_locked = _page_locked(loader, options)
-    # Two passes at once, as in zip(loader, loader), have workers of their own each.
-    in_use = scheduler is not None and scheduler.iterator is not None and _is_in_use(scheduler.iterator())
-    if scheduler is None or in_use or scheduler.closed or scheduler.slots.page_locked != page_locked:
-        before, scheduler = scheduler, _scheduler_for(loader, recipe, options, page_locked=page_locked)
-        if not in_use:
-            _schedulers[loader] = scheduler
-            if before is not None:
-                before.close()
-    try:
-        scheduler.start_workers(recipe)  # before anything is drawn that PyTorch would draw again
-    except OSError as problem:
-        return None, f"no worker could be started ({problem})"
-    iterator = FeedIterator(loader, scheduler, resume, check=check, give_back=give_back)
-    scheduler.iterator = weakref.ref(iterator)
-    return iterator, ""
-
-
-def _recipe(loader: TorchLoader[Any], options: LoaderOptions) -> Recipe:
-    return Recipe(
-        dataset=loader.dataset,
-        collate_fn=loader.collate_fn,
-        auto_collation=loader._auto_collation,
-        drop_last=loader.drop_last,
-        declared=int(loader.num_workers) or _workers_to_start_with(loader.dataset),
-        skip_bad=options.on_bad_sample == "skip",
-        defer=options.defer and not why_not_deferred(loader),
-    )
+        reason = why_not(loader, options)
+        if reason:
+            return None, reason
+        before = _schedulers.get(loader)
+        if before is not None and before.pid != os.getpid():  # a forked process has workers of its own
+            before = None
+        if before is not None and before.given_back:
+            return None, before.given_back
+        # Scripts that write to their dataset do so from the start; later passes are spared the looking.
+        check = None
+        if loader.num_workers == 0 and before is None:
+            check = DatasetCheck(loader.dataset, loader.collate_fn)
+        recipe = Recipe(
+            dataset=loader.dataset,
+            collate_fn=loader.collate_fn,
+            auto_collation=loader._auto_collation,
+            drop_last=loader.drop_last,
+            declared=int(loader.num_workers) or _workers_to_start_with(loader.dataset),
+            skip_bad=options.on_bad_sample == "skip",
+            defer=options.defer and not why_not_deferred(loader),
+        )
+        scheduler = _scheduler_for(loader, recipe, options, before)
+        try:
+            scheduler.start_workers(recipe)  # before anything is drawn that PyTorch would draw again
+        except OSError as problem:
+            return None, f"no worker could be started ({problem})"
+        iterator = FeedIterator(loader, scheduler, resume, check=check, give_back=give_back)
+        scheduler.iterator = weakref.ref(iterator)
+        return iterator, ""
 
 
 def _scheduler_for(
-    loader: TorchLoader[Any], recipe: Recipe, options: LoaderOptions, *, page_locked: bool
+    loader: TorchLoader[Any], recipe: Recipe, options: LoaderOptions, before: BatchScheduler | None
 ) -> BatchScheduler:
-    return BatchScheduler(
+    """The loader's scheduler `before`, where that may be used again."""
+    asked = loader.pin_memory if options.page_locked is None else options.page_locked
+    page_locked = bool(asked) and torch.cuda.is_available()
+    latest = before.iterator() if before is not None and before.iterator is not None else None
+    # Two passes at once, as in zip(loader, loader), have workers of their own each.
+    in_use = latest is not None and not latest.position.finished
+    if before is not None and not (in_use or before.closed or before.slots.page_locked != page_locked):
+        return before
+    scheduler = BatchScheduler(
         recipe,
         loader.multiprocessing_context,
-        budget.measure(),
         fixed=options.workers is None,
         may_do_without=_may_do_without(loader),
         persistent=loader.persistent_workers,
         page_locked=page_locked,
         hang_timeout=options.hang_timeout,
     )
+    if not in_use:
+        _schedulers[loader] = scheduler
+        if before is not None:
+            before.close()
+    return scheduler
 
 
 def feed_of(loader: TorchLoader[Any]) -> BatchScheduler | None:
@@ -275,15 +264,6 @@ def feed_of(loader: TorchLoader[Any]) -> BatchScheduler | None:
 def _workers_to_start_with(dataset: Any) -> int:
     """All cores we may use; one where every worker would give all of the data."""
     return 1 if isinstance(dataset, IterableDataset) else budget.measure().cores
-
-
-def _page_locked(loader: TorchLoader[Any], options: LoaderOptions) -> bool:
-    asked = loader.pin_memory if options.page_locked is None else options.page_locked
-    return bool(asked) and torch.cuda.is_available()
-
-
-def _is_in_use(iterator: FeedIterator | None) -> bool:
-    return iterator is not None and not iterator.position.finished
 
 
 def _may_do_without(loader: TorchLoader[Any]) -> bool:

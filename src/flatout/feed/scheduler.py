@@ -26,7 +26,7 @@ from flatout.feed.randomness import Key
 from flatout.feed.slots import Slots
 from flatout.feed.worker import SeededDataset
 from flatout.feed.worker_pool import Assignment, Batch, FaultCounts, Faults, WorkerHandle, WorkerPool
-from flatout.sample.budget import Budget
+from flatout.sample import budget
 
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 MIN_UNDER_WAY, RESERVE = 3, 8  # batches under way: at least, and where there is room for so many
@@ -65,7 +65,6 @@ class BatchScheduler:
         self,
         recipe: Recipe,
         context: Any,
-        budget: Budget,
         *,
         fixed: bool,
         may_do_without: bool,
@@ -74,8 +73,11 @@ class BatchScheduler:
         hang_timeout: float,
     ) -> None:
         self.recipe = recipe
+        available = budget.measure()
         self.pool = WorkerPool(context)
-        self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked, forget=self.pool.forget_slots)
+        self.slots = Slots(
+            available.memory_available_bytes // 8, page_locked=page_locked, forget=self.pool.forget_slots
+        )
         self.account = FaultCounts()
         self.pid = os.getpid()
         self.left_workers = False  # for the rest of this pass
@@ -83,12 +85,11 @@ class BatchScheduler:
         self.iterator: weakref.ref[Any] | None = None  # the latest
         self._fixed = fixed
         self._persistent = persistent
-        self._tuning = Tuning(recipe.declared, budget, fixed=fixed, may_do_without=may_do_without)
+        self._tuning = Tuning(recipe.declared, available, fixed=fixed, may_do_without=may_do_without)
         self._faults = Faults(self.pool, self.account, hang_timeout)
         self._in_process: SeededDataset | None = None
         self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()  # under way, in order
-        self._waiting: deque[Batch] = deque()  # of these, those that no worker has
         self._tickets = 0
         self._start_s = 0.0
         # Not __del__: this also runs before the sockets' own when all of it is found in a cycle, and at exit.
@@ -151,7 +152,6 @@ class BatchScheduler:
         for batch in self._table:
             batch.drop()
         self._table.clear()
-        self._waiting.clear()
         self._finish_pass()
 
     def _finish_pass(self) -> None:
@@ -163,7 +163,7 @@ class BatchScheduler:
     def _end_workers(self) -> None:
         written = [assignment.slot for worker in self.pool for assignment in worker.tasks.values()]
         self.pool.end()
-        self.slots.discard([slot for slot in written if slot is not None])  # a worker may still be at it
+        self.slots.retire([slot for slot in written if slot is not None])  # a worker may still be at it
 
     @property
     def closed(self) -> bool:
@@ -185,11 +185,10 @@ class BatchScheduler:
         self._receive(0)
         batch = self._finished()
         while batch is None:
-            if self._waiting or not self._table:
-                self._fill()
-                if not self._table:
-                    self._finish_pass()
-                    return None
+            self._fill()
+            if not self._table:
+                self._finish_pass()
+                return None
             asked = time.monotonic()
             if not self._make_in_process():
                 self._receive(min(max(STALL_S, waited), timeout_s - waited if timeout_s else 1.0, 1.0))
@@ -248,7 +247,6 @@ class BatchScheduler:
         for batch in batches:
             batch.drop()
         self._table = deque(Batch(batch.number, batch.indices) for batch in batches)
-        self._waiting.clear()
         self._end_workers()
         self.left_workers, self._in_process = True, None
 
@@ -278,14 +276,9 @@ class BatchScheduler:
             if batch is None:
                 break
             self._table.append(batch)
-            self._waiting.append(batch)
-        while self._waiting:
-            batch = self._waiting.popleft()
-            if not batch.wanted:
-                continue
-            worker = self._idlest_worker()
-            if worker is None or not self._give(batch, worker):
-                self._waiting.appendleft(batch)
+        while (worker := self._idlest_worker()) is not None:
+            batch = next((batch for batch in self._table if batch.waits), None)
+            if batch is None or not self._give(batch, worker):
                 break
 
     def _depth(self) -> int:
@@ -311,24 +304,20 @@ class BatchScheduler:
         assert self._epoch is not None
         self._faults.leave_out_lethal(batch)
         # Without a slot the batch travels in a file of its own: a loop that keeps batches is never waited for.
-        slot = self.slots.take()
-        ticket = self._tickets + 1
-        number = slot.number if slot is not None else None
-        task = Task(ticket, self._epoch.key, batch.number, batch.indices, batch.leave_out, number)
-        if (slot is not None and not self.pool.give_slot(worker, slot)) or not self.pool.send(worker, task):
-            if slot is not None:
-                self.slots.give_back(slot)
+        assignment = Assignment(batch, self.slots.take())
+        number = assignment.slot.number if assignment.slot is not None else None
+        self._tickets += 1
+        task = Task(self._tickets, self._epoch.key, batch.number, batch.indices, batch.leave_out, number)
+        if not self.pool.give(worker, task, assignment.slot):
+            assignment.end()
             return False
-        self._tickets = ticket
-        worker.tasks[ticket] = Assignment(batch, slot)
+        worker.tasks[task.ticket] = assignment
         batch.given += 1
-        if slot is not None:
-            slot.writers += 1
         return True
 
     def _help_stuck_workers(self) -> None:
         """Give what lies behind a slow sample to workers that have nothing to do."""
-        if self._waiting:
+        if any(batch.waits for batch in self._table):
             return
         for idle in [worker for worker in self.pool if not worker.tasks and not worker.retiring]:
             stuck = [
@@ -353,48 +342,34 @@ class BatchScheduler:
             assignment = worker.tasks.pop(message.ticket)
             batch = assignment.batch
             batch.given -= 1
+            memory = packing.map_file(fds[0]) if fds else None
             if batch.wanted and isinstance(message, Done):
-                fds = self._on_done(assignment, message, fds)
+                self._on_done(assignment, message, memory)
             elif batch.wanted:
                 batch.fail(message.error)
-            for fd in fds:
-                os.close(fd)
-            self._end_writing(assignment)
+            assignment.end()
             if worker.retiring:
                 self.pool.let_go(worker)
 
-    def _on_done(self, assignment: Assignment, done: Done, fds: list[int]) -> list[int]:
-        """Take a result in; the descriptors that are left to close."""
+    def _on_done(self, assignment: Assignment, done: Done, memory: memoryview | None) -> None:
+        """Take a result in, which lies in its slot if not in `memory`."""
         batch = assignment.batch
-        if fds:
-            memory, fds = packing.map_file(fds[0]), fds[1:]
-        elif assignment.slot is None:
-            memory = memoryview(bytearray())
-        else:
-            memory = self.slots.lease(assignment.slot)
+        if memory is None:
+            memory = self.slots.lease(assignment.slot) if assignment.slot is not None else memoryview(bytearray())
         batch.packed, batch.bad, batch.finished = (done.skeleton, done.spans, memory), done.bad, True
         self._tuning.add_batch(done)
         self.account.made_by_workers += 1
         self.account.fills = self.account.fills or done.fills
         self.slots.fit(done.needs)
-        return fds
-
-    def _end_writing(self, assignment: Assignment) -> None:
-        if assignment.slot is not None:
-            assignment.slot.writers -= 1
-            self.slots.give_back(assignment.slot)
 
     def _on_end_of_channel(self, worker: WorkerHandle) -> None:
         """A worker is gone: what it had is made again, and another takes its place."""
         self._faults.died(worker, self.recipe)
         self._tuning.count_death()
-        for assignment in reversed(list(worker.tasks.values())):
-            batch = assignment.batch
-            batch.given -= 1
-            self._end_writing(assignment)
-            if batch.wanted and not batch.given:
-                self.account.redone += 1
-                self._waiting.appendleft(batch)
+        for assignment in worker.tasks.values():
+            assignment.end()
+            assignment.batch.given -= 1
+            self.account.redone += assignment.batch.waits
         worker.tasks.clear()
         self._scale()
 

@@ -31,14 +31,14 @@ _closed_but_in_use: set[Slot] = set()
 
 
 class Slot:
-    """One piece of the ring. `writers` counts the tasks that may write to it."""
+    """One piece of the ring: `taken` while a worker may write to it, `leased` while a batch lies over it."""
 
     def __init__(self, number: int, size: int, *, page_locked: bool) -> None:
         self.number = number
         self.size = size
         self.fd = channel.memory_file(size)
         channel.close_in_children(self.fd)
-        self.writers = 0
+        self.taken = False
         self.leased = False
         self._lease: weakref.ref[Any] | None = None
         self._map = mmap.mmap(self.fd, size)
@@ -46,6 +46,11 @@ class Slot:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._to_be_locked = page_locked
         self.locked = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a worker may have it."""
+        return not (self.taken or self.leased)
 
     def lease(self, dropped: deque[Slot]) -> memoryview:
         """The slot's bytes for one batch; when the last tensor over them is gone, the slot appears in
@@ -90,7 +95,6 @@ class Slots:
         self._most_bytes = most_bytes
         self._forget = forget
         self._all: dict[int, Slot] = {}
-        self._free: deque[Slot] = deque()
         self._dropped: deque[Slot] = deque()
         self._cooling: deque[tuple[list[Any], Slot]] = deque()
         self._made = 0
@@ -103,28 +107,24 @@ class Slots:
         # An eighth more: batches that differ a little in size should not make new slots each time.
         if needs > self.size:
             self.size = -(-(needs + needs // 8) // _PAGE) * _PAGE
-            self._retire(list(self._free))
 
     def take(self) -> Slot | None:
-        """A slot nobody uses, or None when the ring may not grow further."""
-        while self._free:
-            slot = self._free.popleft()
-            if slot.size >= self.size:
+        """A slot for a worker to write to, or None when the ring may not grow further."""
+        for slot in list(self._all.values()):  # the oldest, which may be too small by now, come first
+            if slot.is_free and slot.size >= self.size:
+                slot.taken = True
                 return slot
-            self._retire([slot])
+            if slot.is_free:
+                self.retire([slot])
         if not self.size or (len(self._all) + 1) * self.size > self._most_bytes:
             return None
         self._made += 1
         slot = self._all[self._made] = Slot(self._made, self.size, page_locked=self.page_locked)
+        slot.taken = True
         return slot
 
     def lease(self, slot: Slot) -> memoryview:
         return slot.lease(self._dropped)
-
-    def give_back(self, slot: Slot) -> None:
-        """Free a slot, unless a batch lies over it or somebody may still write to it."""
-        if not slot.leased and not slot.writers and slot not in self._free and slot.number in self._all:
-            self._free.append(slot)
 
     def collect(self) -> None:
         """Bring back the slots of dropped batches; called from the training thread only, as it records
@@ -137,31 +137,21 @@ class Slots:
             elif queued and slot.locked:
                 self._cooling.append((queued, slot))
             else:
-                self._rest(slot)
+                slot.leased = False
         while self._cooling and all(event.query() for event in self._cooling[0][0]):
-            self._rest(self._cooling.popleft()[1])
+            self._cooling.popleft()[1].leased = False
 
     def trim(self, keep: int) -> None:
         """Close free slots beyond `keep`."""
-        spare = max(0, len(self._free) - keep)
-        self._retire([self._free[-1 - place] for place in range(spare)])
-
-    def discard(self, slots: list[Slot]) -> None:
-        """Close these, which may still be written to."""
-        self._retire([slot for slot in slots if slot.number in self._all])
+        self.retire([slot for slot in self._all.values() if slot.is_free][keep:])
 
     def close(self) -> None:
-        self._retire(list(self._all.values()))
+        self.retire(list(self._all.values()))
 
-    def _rest(self, slot: Slot) -> None:
-        slot.leased = False
-        self.give_back(slot)
-
-    def _retire(self, slots: list[Slot]) -> None:
+    def retire(self, slots: list[Slot]) -> None:
+        """Close these, which may still be written to."""
         for slot in slots:
             del self._all[slot.number]
-            if slot in self._free:
-                self._free.remove(slot)
             slot.close()
         self._forget(slots)
 

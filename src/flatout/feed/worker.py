@@ -22,7 +22,7 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from flatout.feed import channel, packing, randomness
-from flatout.feed.channel import Done, DropSlot, Failed, NewSlot, Recipe, Task, decode, encode
+from flatout.feed.channel import Done, DropSlot, Failed, Recipe, Task, decode, encode
 from flatout.feed.dataset_check import CacheGrowth
 
 _NO_ROW = -1
@@ -46,7 +46,7 @@ class _Worker:
         self._channel = connection
         self._board = memoryview(mmap.mmap(board, 0)).cast("q")
         self._board[2] = os.getpid()
-        self._slots: dict[int, memoryview] = {}
+        self._slots: dict[int | None, memoryview] = {}
         self._queue: deque[Task] = deque()
         self._schedstat: int | None = None  # a sandboxed kernel may have none
         with contextlib.suppress(OSError):
@@ -82,41 +82,41 @@ class _Worker:
                 return
             wait = False
             message = decode(fields)
-            if isinstance(message, Task):
-                self._queue.append(message)
-            elif isinstance(message, NewSlot):
-                self._slots[message.slot] = packing.map_file(fds[0], populate=True)
-            elif isinstance(message, DropSlot):
+            if isinstance(message, DropSlot):
                 self._slots.pop(message.slot, None)
+                continue
+            if fds:
+                self._slots[message.slot] = packing.map_file(fds[0], populate=True)
+            self._queue.append(message)
 
     def _answer(self, task: Task) -> None:
-        fds: list[int] = []
+        file = None
         answer: Done | Failed
         try:
-            answer = self._make_batch(task, fds)
+            answer, file = self._make_batch(task)
         except Exception:
             where = f"in DataLoader worker process {self._info.id}"
             answer = Failed(task.ticket, _picklable(ExceptionWrapper(where=where)))
-        channel.send(self._channel, encode(answer), fds)
-        for fd in fds:
-            os.close(fd)
+        if file is None:
+            channel.send(self._channel, encode(answer))
+        else:
+            channel.send(self._channel, encode(answer), [file])
+            os.close(file)
 
-    def _make_batch(self, task: Task, fds: list[int]) -> Done:
+    def _make_batch(self, task: Task) -> tuple[Done, int | None]:
+        """The answer to a task, and the file that holds the batch where it lies in no slot."""
         began = self._clocks()
         # No slot: the first batches come before it is known how large a slot has to be.
-        memory = self._slots.get(task.slot) if task.slot is not None else None
-        self._arena = arena = packing.Arena(memory)
+        self._arena = packing.Arena(self._slots.get(task.slot))
         number = task.batch % self._recipe.declared  # of the worker that PyTorch would have asked
         object.__setattr__(self._info, "id", number)
         object.__setattr__(self._info, "seed", task.key[0] + number)
         batch = self._dataset.load(task.key, task.batch, task.indices, task.leave_out)
-        packed = packing.pack(batch, arena)
-        if packed.file is not None:
-            fds.append(packed.file)
+        packed = packing.pack(batch, self._arena)
         ended = self._clocks()
         rows = len(task.indices) if self._recipe.auto_collation else 1
         wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(ended, began, strict=True))
-        return Done(
+        done = Done(
             ticket=task.ticket,
             skeleton=packed.skeleton,
             spans=packed.spans,
@@ -127,6 +127,7 @@ class _Worker:
             run_delay_s=run_delay_s,
             fills=self._cache_growth.after_batch(rows),
         )
+        return done, packed.file
 
     def _clocks(self) -> tuple[float, float, float]:
         """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run

@@ -21,7 +21,7 @@ from socket import socket
 from typing import Any
 
 from flatout.feed import channel, packing
-from flatout.feed.channel import DropSlot, Message, NewSlot, Recipe, Span, decode, encode
+from flatout.feed.channel import DropSlot, Message, Recipe, Span, Task, decode, encode
 from flatout.feed.fork_server import Starter, starter_for
 from flatout.feed.slots import Slot
 from flatout.model.errors import FlatoutError
@@ -60,6 +60,11 @@ class Batch:
         """Whether it is still to be made."""
         return not self.dropped and not self.finished
 
+    @property
+    def waits(self) -> bool:
+        """Whether it is still to be made, and no worker has it."""
+        return not (self.given or self.dropped or self.finished)
+
     def drop(self) -> None:
         """The worker that makes it may go on: what comes of it is thrown away."""
         self.dropped = True
@@ -86,6 +91,11 @@ class Assignment:
 
     batch: Batch
     slot: Slot | None
+
+    def end(self) -> None:
+        """The worker writes no more."""
+        if self.slot is not None:
+            self.slot.taken = False
 
 
 @dataclass(slots=True, eq=False)
@@ -127,9 +137,6 @@ class WorkerPool:
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._workers.values())
-
-    def __len__(self) -> int:
-        return len(self._workers)
 
     @property
     def is_open(self) -> bool:
@@ -187,7 +194,16 @@ class WorkerPool:
             os.close(board)
         return worker
 
-    def send(self, worker: WorkerHandle, message: Message, *fds: int) -> bool:
+    def give(self, worker: WorkerHandle, task: Task, slot: Slot | None) -> bool:
+        """Have a worker make a batch, in a slot if there is one; False when its channel is full."""
+        if slot is None or slot.number in worker.slots:
+            return self._send(worker, task)
+        sent = self._send(worker, task, slot.fd)
+        if sent:
+            worker.slots.add(slot.number)
+        return sent
+
+    def _send(self, worker: WorkerHandle, message: Message, *fds: int) -> bool:
         """False when the worker's channel is full. That of a dead one swallows the message: its end comes
         next."""
         try:
@@ -198,21 +214,13 @@ class WorkerPool:
             pass
         return True
 
-    def give_slot(self, worker: WorkerHandle, slot: Slot) -> bool:
-        """Make sure that a worker has a slot's memory."""
-        if slot.number not in worker.slots:
-            if not self.send(worker, NewSlot(slot.number), slot.fd):
-                return False
-            worker.slots.add(slot.number)
-        return True
-
     def forget_slots(self, slots: list[Slot]) -> None:
         """Have every worker let go of slots that are closed."""
         for slot in slots:
             for worker in self:
                 if slot.number in worker.slots:
                     worker.slots.discard(slot.number)
-                    self.send(worker, DropSlot(slot.number))
+                    self._send(worker, DropSlot(slot.number))
 
     def receive(self, timeout_s: float) -> list[tuple[WorkerHandle, Any, list[int]]]:
         """What workers have sent; a message of None is a worker's death. Waits for the first for
