@@ -100,23 +100,23 @@ def _flags(training: Training) -> Line | None:
 
 def _workers(training: Training) -> Line | None:
     """num_workers against the cores a rank may use for loading."""
-    workers, name, budget = training.option("num_workers"), training.spelled("num_workers"), training.budget
+    workers, budget = training.option("num_workers"), training.budget
     if not workers.is_number():
         return None
+    said = f"{workers.name}={workers.what}"
     if workers.what == 0:
-        reason = f"{name}=0: the training process loads every batch itself, and the GPU waits meanwhile"
-        fix = workers.set_to(name, min(budget.cores, _MANY_WORKERS))
+        fix = workers.set_to(min(budget.cores, _MANY_WORKERS))
         if budget.cores > _MANY_WORKERS:
             fix += f" to begin with, at most {budget.cores}"
+        reason = f"{said}: the training process loads every batch itself, and the GPU waits meanwhile"
         return _warn(reason, workers.where, fix=fix, code="data.main-thread")
     cores = f"{budget.cores_allowed:g} core{'' if budget.cores_allowed == 1 else 's'}"
     if budget.ranks_on_node > 1:
         cores += f" (a rank's share of {budget.ranks_on_node})"
     if workers.what > budget.cores_allowed:
-        reason = f"{name}={workers.what}, but this process may use {cores}: {budget.cores} for loading"
-        fix = workers.set_to(name, budget.cores)
-        return _warn(reason, workers.where, fix=fix, code="data.too-many-workers")
-    return _ok(f"{name}={workers.what} on {cores}", workers.where)
+        reason = f"{said}, but this process may use {cores}: {budget.cores} for loading"
+        return _warn(reason, workers.where, fix=workers.set_to(budget.cores), code="data.too-many-workers")
+    return _ok(f"{said} on {cores}", workers.where)
 
 
 def _shared_memory(training: Training) -> Line | None:
@@ -135,38 +135,36 @@ def _shared_memory(training: Training) -> Line | None:
 
 def _pin_memory(training: Training) -> Line | None:
     """pin_memory, and whether copies then make use of it."""
-    pinned, name = training.option("pin_memory"), training.spelled("pin_memory")
-    copies = training.script.calls("to", "cuda")
-    overlapped = [call for call in copies if argument(call, "non_blocking") is not None]
+    pinned, copies = training.option("pin_memory"), training.script.calls("to", "cuda")
+    overlapped = any(argument(call, "non_blocking") is not None for call in copies)
     if not pinned.known or (training.is_complete and not copies):
         return None
     if not pinned.what:
-        reason = f"{name} is off: every copy to the GPU goes through pageable memory"
+        reason = f"{pinned.name} is off: every copy to the GPU goes through pageable memory"
         if overlapped:
             reason += ", where non_blocking=True has no effect"
-        return _warn(reason, pinned.where, fix=pinned.set_to(name, True), code="copy.pageable")
+        return _warn(reason, pinned.where, fix=pinned.set_to(True), code="copy.pageable")
     if training.is_complete and not overlapped:
-        reason = f"{name} is on, but nothing is copied with non_blocking=True: the host waits for each copy"
+        reason = f"{pinned.name} is on, but nothing is copied with non_blocking=True: the host waits for each copy"
         return _warn(reason, pinned.where, fix=".to(device, non_blocking=True)", code="copy.blocking")
-    return _ok(f"{name} is on", pinned.where)
+    return _ok(f"{pinned.name} is on", pinned.where)
 
 
 def _persistent_workers(training: Training) -> Line | None:
     """persistent_workers, where there are workers and epochs."""
-    name, kept = training.spelled("persistent_workers"), training.option("persistent_workers")
-    workers, epochs = training.option("num_workers"), any(loop.epochs for loop in training.loops)
-    one_epoch = training.setting("epochs").what == 1 or (training.loader is not None and not epochs)
+    kept, workers = training.option("persistent_workers"), training.option("num_workers")
+    one_epoch = training.setting("epochs").what == 1 or (training.loader is not None and not training.has_epochs)
     if not kept.known or not workers.is_number() or one_epoch:
         return None
     if workers.what == 0 or kept.what:
         return _ok("no workers are started again every epoch", kept.where)
     reason = f"{count_of(workers.what, 'worker')} must start again every epoch"
-    return _warn(reason, kept.where, fix=kept.set_to(name, True), code="data.worker-start")
+    return _warn(reason, kept.where, fix=kept.set_to(True), code="data.worker-start")
 
 
 def _loader_in_loop(training: Training) -> Line | None:
     """A training loader that is built again every epoch."""
-    loader, epochs = training.loader, [loop.epochs for loop in training.loops if loop.epochs]
+    loader, epochs = training.loader, [loop.epochs for loop in training.loops]
     if loader is None:
         return None
     for loop in loops_around(loader):
@@ -183,7 +181,7 @@ def _set_epoch(training: Training) -> Line | None:
     called = training.script.calls("set_epoch")
     if shuffling and called:
         return _ok("called", where(called[0]))
-    if not shuffling or not training.is_complete or not any(loop.epochs for loop in training.loops):
+    if not shuffling or not training.is_complete or not training.has_epochs:
         return None
     reason = "DistributedSampler.set_epoch is never called: every epoch sees the same order"
     return _fail(reason, where(shuffling[0]), fix="sampler.set_epoch(epoch) at the start of every epoch")
@@ -210,26 +208,26 @@ def _has_lower_precision(training: Training) -> bool:
 
 def _misspelled(training: Training) -> Line | None:
     """A setting that asks for mixed precision, compared with words that it is not: `amp: true` with 'bf16'."""
-    for name, setting in training.settings.about(*_PRECISION):
-        reads = _reads(training, name)
+    for setting in training.settings.about(*_PRECISION):
+        reads = _reads(training, setting.name)
         compared = [node.around for node in reads if isinstance(node.around, ast.Compare)]
         constants = [node.value for one in compared for node in ast.walk(one) if isinstance(node, ast.Constant)]
-        words = [word for word in constants if isinstance(word, str) and is_on(word) and word != name]
+        words = [word for word in constants if isinstance(word, str) and is_on(word) and word != setting.name]
         if not words or not is_on(setting.what) or setting.what in constants or len(compared) < len(reads):
             continue
         if isinstance(setting.what, str) and setting.what.lower() not in map(str.lower, words):
             continue  # another word altogether, which the script may know elsewhere
         reason = (
-            f"{name} is {str(setting.what).lower()} ({setting.where}), but the script asks whether it is "
+            f"{setting.name} is {str(setting.what).lower()} ({setting.where}), but the script asks whether it is "
             f"'{words[0]}' ({where(compared[0])}): it stays off, and matrix work runs in fp32"
         )
-        return _fail(reason, setting.where, fix=setting.set_to(name, words[0]), code="config.ignored")
+        return _fail(reason, setting.where, fix=setting.set_to(words[0]), code="config.ignored")
     return None
 
 
 def _autocast(training: Training) -> Line | None:
     """torch's own autocast, and whether it is switched on."""
-    off = [value for _, value in training.settings.about(*_PRECISION) if not is_on(value.what)]
+    off = [value for value in training.settings.about(*_PRECISION) if not is_on(value.what)]
     calls = training.script.calls("autocast")
     for call in calls:
         place = 0 if "cuda" in ast.unparse(call.func) else None
@@ -238,13 +236,13 @@ def _autocast(training: Training) -> Line | None:
             return _ok("autocast is on", where(call))
         if isinstance(enabled.what, str):
             reason = f"autocast(enabled=…) takes true or false and raises a TypeError for {enabled.what!r}"
-            return _fail(reason, enabled.where, fix=enabled.set_to("enabled", True), code="config.ignored")
+            return _fail(reason, enabled.where, fix=enabled.set_to(True), code="config.ignored")
         if enabled.what is False:
             off.append(enabled)
     # A setting that says off also stands for what the script computes from it.
     if not calls or not off:
         return None
-    fix = off[0].set_to("enabled", True if isinstance(off[0].what, bool) else "bf16")
+    fix = off[0].set_to(True if isinstance(off[0].what, bool) else "bf16")
     reason = "autocast is there, but switched off: matrix work runs in fp32"
     return _warn(reason, off[0].where, fix=fix, code="compute.precision")
 
@@ -256,21 +254,20 @@ def _asked_of_framework(training: Training) -> Line | None:
     options_of = {name: options for one in imported for name, options in one.precision.items()}
     for call in training.script.calls(*options_of):
         name = last_name(call.func)
-        values = {option: training.argument(call, option) for option in options_of[name]}
-        known = {option: value for option, value in values.items() if value is not None and value.known}
-        on = next((option for option in known if is_on(known[option].what)), None)
-        if on is not None:
-            return _ok(f"{on}={known[on].what}", known[on].where)
+        given = [value for option in options_of[name] if (value := training.argument(call, option)) is not None]
+        known = [value for value in given if value.known]
+        for value in known:
+            if is_on(value.what):
+                return _ok(f"{value.name}={value.what}", value.where)
+        if known and line is None:
+            fix = known[0].set_to(options_of[name][known[0].name])
+            line = _warn("fp32 is asked for", known[0].where, fix=fix, code="compute.precision")
         # A default holds where nothing is given, by `plugins` neither.
-        left_out = not any(values.values()) and name != _HAS_ITS_OWN_CONFIG and argument(call, "plugins") is None
-        option, bf16 = next(iter(options_of[name].items()))
-        if known:
-            option, value = next(iter(known.items()))
-            fix = value.set_to(option, options_of[name][option])
-            line = line or _warn("fp32 is asked for", value.where, fix=fix, code="compute.precision")
-        elif left_out and not _has_lower_precision(training):
-            reason, fix = f"{name}(…) without {option}: its default is fp32", KnownValue().set_to(option, bf16)
-            line = line or _warn(reason, where(call), fix=fix, code="compute.precision")
+        left_out = not given and name != _HAS_ITS_OWN_CONFIG and argument(call, "plugins") is None
+        if left_out and line is None and not _has_lower_precision(training):
+            option, lower = next(iter(options_of[name].items()))
+            reason, fix = f"{name}(…) without {option}: its default is fp32", f"{option}={lower!r}"
+            line = _warn(reason, where(call), fix=fix, code="compute.precision")
     return line
 
 
@@ -300,10 +297,10 @@ def _switch(subject: str, fix: str, *other_names: str) -> Callable[[Training], L
         uses = [node for node in uses if not is_setting(node) and ast.unparse(node) != "re.compile"]
         if uses:
             return _ok("used", where(uses[0]))
-        for setting, value in training.settings.about(subject):
-            if value.what is True and training.is_complete and not _reads(training, setting):
-                reason = f"{setting}: true ({value.where}) has no effect: {' or '.join(names)} is never used"
-                return _fail(reason, value.where, fix=fix, code="config.ignored")
+        for setting in training.settings.about(subject):
+            if setting.what is True and training.is_complete and not _reads(training, setting.name):
+                reason = f"{setting.name}: true ({setting.where}) has no effect: {' or '.join(names)} is never used"
+                return _fail(reason, setting.where, fix=fix, code="config.ignored")
         return None
 
     return check

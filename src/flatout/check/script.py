@@ -1,6 +1,6 @@
-"""A training script, and the modules of its own that it imports, as syntax trees. Nothing of them is ever run.
+"""A training script, and its own modules that it imports, as syntax trees. Nothing of them is ever run.
 
-A node knows the node `around` it and its `file`, so the functions here take a node alone.
+Every node knows its `file` and the node `around` it, so the functions here take a node alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class SourceFile:
             node.file = self
             for child in ast.iter_child_nodes(node):
                 child.around = node  # type: ignore[attr-defined]
-        for node in self.nodes:
             match node:
                 case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
                     self.times_bound[name] += 1
@@ -122,18 +121,19 @@ def last_name(node: Node) -> str:
 
 def argument(call: ast.Call, name: str, position: int | None = None) -> Node:
     """What a call is given under a name, or at a position; else None."""
-    named = [keyword.value for keyword in call.keywords if keyword.arg == name]
-    placed = call.args[position : position + 1] if position is not None else []
-    return next(iter([*named, *placed]), None)
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    return call.args[position] if position is not None and position < len(call.args) else None
 
 
 def function_of(node: Node) -> ast.FunctionDef | None:
-    """The function it stands in."""
+    """The function around a node."""
     return next((above for above in parents(node) if isinstance(above, ast.FunctionDef)), None)
 
 
 def loops_around(node: Node) -> list[Node]:
-    """The loops whose body it stands in, within its function, innermost first."""
+    """The loops of its function in whose body a node stands, innermost first."""
     found: list[Node] = []
     below = node
     for above in parents(node):

@@ -66,31 +66,29 @@ class Training:
         self.script = Script(path)
         self.settings = KnownSettings(self.script, flags, config)
         self.loops = find_loops(self.script)
+        self.has_epochs = any(loop.epochs for loop in self.loops)
         # Whether all of the training was read: its loop, every module of its own, and no framework around it.
         unread = self.script.not_read or self.script.packages.intersection(RUN_LOOPS)
         self.is_complete = bool(self.loops) and not unread
         loaders = self.script.calls("DataLoader", "StatefulDataLoader")
         self.loader = next((call for call in loaders if len(loaders) == 1 or not is_of_evaluation(call)), None)
-        self._configuring = [] if loaders else self.script.calls(*_CONFIGURES_LOADER)[:1]
+        self._configuring = None if loaders else next(iter(self.script.calls(*_CONFIGURES_LOADER)), None)
 
     def option(self, name: str) -> KnownValue:
         """An option of the training's loader, or of what configures it; without either, a setting of the name."""
-        call, (position, default) = self.loader, _OPTIONS[name]
-        for call in self._configuring:
-            position, (name, default) = None, _CONFIGURES_LOADER[last_name(call.func)][name]
+        position, default = _OPTIONS[name]
+        call = self.loader
+        if self._configuring is not None:
+            call, position = self._configuring, None
+            name, default = _CONFIGURES_LOADER[last_name(call.func)][name]
         if call is None:
-            return self.setting(name)
-        value = self.argument(call, name, position) or KnownValue(default)
+            return self.setting(name).named(name)
+        value = self.argument(call, name, position) or KnownValue(default, path=(name,))
         return value if value.where else replace(value, where=where(call))
-
-    def spelled(self, option: str) -> str:
-        """What an option is called in this training."""
-        theirs = [_CONFIGURES_LOADER[last_name(call.func)][option][0] for call in self._configuring]
-        return theirs[0] if theirs else option
 
     def setting(self, subject: str) -> KnownValue:
         """A setting by any of the names people give it."""
-        return next((value for _, value in self.settings.about(subject)), KnownValue())
+        return next(iter(self.settings.about(subject)), KnownValue())
 
     def argument(self, call: ast.Call, name: str, position: int | None = None) -> KnownValue | None:
         """What a call is given under a name; None where it is not given, unknown where that cannot be told."""
@@ -101,7 +99,7 @@ class Training:
             if items is None:
                 return KnownValue()
             node = items.get(name)
-        return self.value(node) if node is not None else None
+        return self.value(node).named(name) if node is not None else None
 
     def value(self, node: Node, *, follow: bool = True) -> KnownValue:
         """What an expression is worth; a name is followed one step."""
@@ -133,12 +131,9 @@ def _items(node: Node) -> dict[str, Node] | None:
 def is_of_evaluation(call: ast.Call) -> bool:
     """Whether a loader or sampler is not for training: by its name, its dataset, the function it is built in."""
     statement = next((node for node in parents(call) if isinstance(node, ast.stmt)), None)
-    parts = [
-        *getattr(statement, "targets", []),
-        argument(call, "dataset", 0),
-        getattr(function_of(call), "name", None),
-    ]
-    texts = [part if isinstance(part, str) else ast.unparse(part) for part in parts if part is not None]
+    parts = [*getattr(statement, "targets", []), argument(call, "dataset", 0)]
+    texts = [ast.unparse(part) for part in parts if part is not None]
+    texts.append(getattr(function_of(call), "name", ""))
     telling = next((text for text in texts if "train" in text.lower() or _EVALUATION.search(text)), "train")
     return "train" not in telling.lower()
 
@@ -151,7 +146,7 @@ def find_loops(script: Script) -> list[TrainingLoop]:
 
 
 def _epoch_loop(script: Script, node: Node) -> Node:
-    """The loop over epochs around a node: there, or where its function is called."""
+    """The loop over epochs around a node, or around a call of its function."""
     function = node if isinstance(node, ast.FunctionDef) else function_of(node)
     callers = script.calls(function.name) if function is not None else []
     loops = [loop for place in (node, *callers) for loop in loops_around(place)]
