@@ -153,7 +153,7 @@ def test_the_workloads_go_through_real_trials(tmp_path: Path, name: str) -> None
         assert entry["why"]
 
 
-@pytest.mark.parametrize(("line_seen", "anything_kept"), [("… elastic loader", False), ("loader: kept", True)])
+@pytest.mark.parametrize(("line_seen", "anything_kept"), [(": elastic loader", False), ("loader: kept", True)])
 def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(
     slow_disk: Path, line_seen: str, anything_kept: bool
 ) -> None:
