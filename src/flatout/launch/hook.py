@@ -1,5 +1,4 @@
-"""`flatout hook`: a file in another Python that starts flatout there under `flatout run`, whatever PYTHONPATH
-says.
+"""`flatout hook`: a file in another Python that starts flatout there under `flatout run`, whatever PYTHONPATH says.
 
 Python runs the lines of `*.pth` files in site-packages as it starts, and from 3.15 on the functions named in
 `*.start` files (PEP 829). Both name a function in `flatout_hook.py`, which does nothing unless `flatout run`
@@ -19,12 +18,11 @@ from flatout.launch.protocol import INJECTED
 from flatout.model.errors import UsageError
 
 OLDEST_PYTHON = (3, 10)
-HOOK = "flatout_hook.pth"
 _MODULE = "flatout_hook"
+HOOK = f"{_MODULE}.pth"
 _PTH = f'import os; os.environ.get("FLATOUT_RUN") and __import__("{_MODULE}").start()\n'
-_START = f"{_MODULE}:start\n"
 _ASK = "import json, sys, sysconfig; print(json.dumps([sysconfig.get_path('purelib'), sys.version_info[:2]]))"
-_OWN_PLACE = "PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))\n"
+_PACKAGE = re.compile(r"^PACKAGE = (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,10 @@ class Hook:
     def install(self) -> None:
         """Write the files. The hook names this flatout: after it has moved, install it again."""
         code = (INJECTED / f"{_MODULE}.py").read_text(encoding="utf-8")
-        assert _OWN_PLACE in code
-        code = code.replace(_OWN_PLACE, f"PACKAGE = {str(INJECTED.parents[1])!r}\n")
+        code, count = _PACKAGE.subn(lambda _: f"PACKAGE = {str(INJECTED.parents[1])!r}", code)
+        assert count == 1
         try:
-            for path, text in zip(self.files, (code, _PTH, _START), strict=True):
+            for path, text in zip(self.files, (code, _PTH, f"{_MODULE}:start\n"), strict=True):
                 write_whole(path, text)
         except OSError as problem:
             raise UsageError(f"cannot write to {self.site}: {problem.strerror}") from None
@@ -63,8 +61,8 @@ class Hook:
         module, pth, _ = self.files
         if not module.exists() or not pth.exists():
             return None
-        found = re.search(r"^PACKAGE = ['\"](.*)['\"]$", module.read_text(encoding="utf-8"), re.MULTILINE)
-        return None if found is None else Path(found[1])
+        found = _PACKAGE.search(module.read_text(encoding="utf-8"))
+        return None if found is None else Path(found[1].strip("'\""))
 
 
 def hook_of(python: str) -> Hook:

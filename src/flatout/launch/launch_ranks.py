@@ -1,8 +1,7 @@
 """Starts the ranks of `flatout train --gpus N` on this machine, and ends as they do.
 
-`python -m flatout.launch.launch_ranks N COMMAND…` does what torchrun does on one machine, less its page of
-traceback after an end that a rank has explained itself, and with the exit code of that rank. A line that
-several ranks write to stderr is shown once.
+`python -m flatout.launch.launch_ranks N COMMAND…` does what torchrun does on one machine. Its exit code is that of
+the first rank that failed, and a line that several ranks write to stderr is shown once.
 """
 
 from __future__ import annotations
@@ -32,16 +31,19 @@ def main(count: int, command: Sequence[str]) -> int:
 
     def pass_on(number: int, _: object) -> None:
         for rank in ranks:
-            if rank.poll() is None:
-                rank.send_signal(number)
+            rank.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
             signal.signal(number, pass_on)
-    port = str(_free_port())
+    everywhere = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
     for rank in range(count):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**os.environ, **everywhere, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, preexec_fn=end_with_parent))
     shown: dict[bytes, tuple[int, float]] = {}
     threads = []
@@ -79,8 +81,7 @@ def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     return code
 
 
-def _show(rank: int, stderr: IO[bytes] | None, shown: dict[bytes, tuple[int, float]]) -> None:
-    assert stderr is not None
+def _show(rank: int, stderr: IO[bytes], shown: dict[bytes, tuple[int, float]]) -> None:
     for line in stderr:
         first, when = shown.get(line, (rank, 0.0))
         if first == rank or time.monotonic() - when > _SAME_LINE_S:

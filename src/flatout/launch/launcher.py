@@ -1,4 +1,4 @@
-"""OUTSIDE: runs the user's command with flatout in it, and ends its process tree.
+"""Outside: runs the user's command with flatout in it, samples its hardware, and ends its process tree.
 
 The command gets our terminal, its own exit code comes back, and signals reach it. What flatout does inside
 travels in environment variables; nothing is written but the trace folder.
@@ -8,38 +8,56 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from flatout.launch import sandbox
+from flatout.launch.hook import HOOK, OLDEST_PYTHON
 from flatout.launch.launch_ranks import end_with_parent
-from flatout.launch.protocol import INJECTED, VARIABLE, Options, SignalsReceived, Trial, new_folder
-from flatout.launch.snapshot import SharedMemory, Snapshot
-from flatout.launch.watch import ASK_AFTER_S, info, say, watching
-from flatout.model.errors import OverlayError, RealWriteError, UsageError
+from flatout.launch.protocol import (
+    INJECTED,
+    REQUEST,
+    VARIABLE,
+    Options,
+    SignalsReceived,
+    Trial,
+    new_folder,
+    note_not_measured,
+    reasons_not_measured,
+)
+from flatout.launch.snapshot import UsersFiles
+from flatout.model.errors import UsageError
+from flatout.model.formatting import count_of
 from flatout.model.plan import Plan
 from flatout.redact import redact_command, redact_text
+from flatout.sample import budget
+from flatout.sample.hardware import PULSE_EVERY_S, Sampler
 from flatout.sample.process import descendants, process_ids
-from flatout.trace import End, note_end
+from flatout.trace import End, Note, ProcessSample, RunInfo, TraceWriter, note_end
 
+OUTPUT = "output.txt"
+TIMED_OUT = 124
+_CANNOT_START, _NOT_FOUND = 126, 127  # as a shell has them
+ASK_AFTER_S = 60.0
 _SHIMS = INJECTED.with_name("bin")
 _END_WITHIN_S = 5.0
-_CANNOT_START = 126
-_NOT_FOUND = 127
-TIMED_OUT = 124
-OUTPUT = "output.txt"
+_SAMPLE_EVERY_S = 1.0
+_RECEIVED_WITHIN_S = 0.3
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 _AWAITED = {*_PASSED_ON, signal.SIGCHLD}
-_RECEIVED_WITHIN_S = 0.3
 
 
 def run(
@@ -56,13 +74,14 @@ def run(
     """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it).
 
     Where no step has come after `ask_after_s`, a line says what its processes are doing. A command lives on when we
-    are killed, unless it `ends_with_us`: then it gets SIGTERM. With a `plan` its changes are made inside. In a
-    `trial` the command's output goes to `output.txt` in the folder, and the exit code is `TIMED_OUT` where it had
-    to be ended.
+    are killed, unless it `ends_with_us`: then it gets SIGTERM. The output of a `trial` goes to `output.txt` in the
+    folder, and its exit code is `TIMED_OUT` where it had to be ended.
     """
-    program = _program(command)
-    if isinstance(program, int):
-        return program
+    if not command:
+        raise UsageError("no command given: flatout run -- python train.py …")
+    program = shutil.which(command[0])
+    if program is None:
+        return _no_program(command[0])
     options = Options(
         folder=folder.absolute(),
         name=_name(command),
@@ -95,7 +114,7 @@ def run(
             return process
         beside.enter_context(_blocked())
         if measured:
-            beside.enter_context(watching(process.pid, options, ask_after_s))
+            beside.enter_context(_watching(process.pid, options, ask_after_s))
         code = _wait(process, received)
     if measured:
         _conclude(options, code)
@@ -103,15 +122,15 @@ def run(
 
 
 def _run_trial(words: list[str], options: Options, trial: Trial, environment: dict[str, str]) -> int:
-    """Run a command as a trial: in a sandbox, in a session of its own, to its end or its time's."""
+    """Run a command in a sandbox and a session of its own, to its end or its time's."""
     if trial.seed is not None:
         environment.setdefault("PYTHONHASHSEED", str(trial.seed % (1 << 32)))
-    files: _UsersFiles | None = None
+    files: UsersFiles | None = None
     if trial.protect is not None:
         ours = [path for path in (options.folder, trial.leads, trial.follows) if path is not None]
         box = sandbox.sandbox_for(words, trial.protect, ours)
         environment |= sandbox.environment(box, redirected=not trial.overlay)
-        files = _UsersFiles(box, overlay=trial.overlay)
+        files = UsersFiles(box, overlay=trial.overlay)
         if trial.overlay:
             words = [*sandbox.entrance(box), *words]
     with (options.folder / OUTPUT).open("wb") as output:
@@ -123,43 +142,12 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
     try:
         with _blocked(), ExitStack() as beside:
             if not trial.fingerprints:  # a run for a proof is not timed
-                beside.enter_context(watching(process.pid, options, math.inf))
+                beside.enter_context(_watching(process.pid, options, math.inf))
             return _wait_for_trial(process, trial.timeout_s)
     finally:
         end(options.folder, process)
         if files is not None:  # after Ctrl-C too
-            files.compare()
-
-
-class _UsersFiles:
-    """The user's files before a trial, to be compared after it."""
-
-    _reported: ClassVar[set[str]] = set()  # files that changed during a trial: reported once
-
-    def __init__(self, box: sandbox.Sandbox, *, overlay: bool) -> None:
-        self._box, self._overlay = box, overlay
-        but = [*box.keep, box.scratch, *sandbox.not_compared()]
-        self._near = Snapshot(box.near, but=but)
-        if overlay:  # which covers all but shared memory
-            self._beyond: Snapshot = SharedMemory()
-        else:
-            self._beyond = Snapshot([str(Path.home().resolve()), *box.cover], but=but, others_work=True)
-
-    def compare(self) -> None:
-        """Raise where a trial has really written to them."""
-        if self._overlay and (why := sandbox.refusal(self._box)):
-            raise OverlayError(why)
-        near, beyond = self._near.changed(), self._beyond.changed()
-        if self._overlay and near:
-            # It was not the trial that wrote there, but a person, another program, or a service that the script called.
-            # That is reported, and is no reason to end.
-            new = [file for file in near if file not in self._reported]
-            self._reported.update(new)
-            if new:
-                say(f"Note: changed during a trial, and not by it ({len(new)}): {', '.join(new[:5])}")
-            near = []
-        if near or beyond:
-            raise RealWriteError(sorted({*near, *beyond}))
+            files.compare(say)
 
 
 def _start(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
@@ -170,73 +158,13 @@ def _start(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
         return _CANNOT_START
 
 
-# --- its name and its folder --------------------------------------------------------------------------------
-
-
-def default_folder(command: Sequence[str]) -> Path:
-    """flatout-runs/<time>-<name>, not taken yet."""
-    return new_folder(_name(command))
-
-
-def recordings(folder: Path) -> list[Path]:
-    """The traces a run has left: `folder`, and folder-2, folder-3 … where its command trained more than once."""
-    found = []
-    while folder.is_dir():
-        found.append(folder)
-        folder = found[0].with_name(f"{found[0].name}-{len(found) + 1}")
-    return found
-
-
-def _make_folder(folder: Path) -> bool:
-    """Make the trace folder. One that holds a recording is a mistake; one that cannot be made costs the recording."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        say(f"cannot record into {folder} ({problem.strerror}): running unmeasured")
-        return False
-    if any(folder.glob("*.jsonl")):
-        raise UsageError(f"{folder} already holds a recording: name a new folder")
-    return True
-
-
-def _conclude(options: Options, code: int) -> None:
-    """A command is over. Leave that in each of its recordings, and in the last of them its exit code."""
-    if options.max_steps is not None:
-        end(options.folder)
-    if not any(options.folder.iterdir()):
-        say("the command was over before anything could be recorded")
-        options.folder.rmdir()
-        return
-    *earlier, last = recordings(options.folder)
-    run_info, now_s = info(options, 0), time.monotonic()
-    try:
-        for folder in earlier:
-            note_end(folder, run_info, End(time_s=now_s))
-        note_end(last, run_info, End(time_s=now_s, exit_code=code))
-    except OSError as problem:
-        say(f"how the command ended is not recorded: {problem.strerror}")
-
-
-def _program(command: Sequence[str]) -> str | int:
-    """The program to start, or the exit code a shell would give where there is none."""
-    if not command:
-        raise UsageError("no command given: flatout run -- python train.py …")
-    found = shutil.which(command[0])
-    if found:
-        return found
-    if Path(command[0]).exists():
-        say(f"{redact_text(command[0])} cannot be executed")
+def _no_program(word: str) -> int:
+    """Say why there is no such program; the exit code a shell would give."""
+    if Path(word).exists():
+        say(f"{redact_text(word)} cannot be executed")
         return _CANNOT_START
-    say(f"{redact_text(command[0])}: command not found")
+    say(f"{redact_text(word)}: command not found")
     return _NOT_FOUND
-
-
-def _name(command: Sequence[str]) -> str:
-    """What to call a run: the script, the module, or else the program."""
-    command = redact_command(command)
-    scripts = [Path(word.split()[-1]).stem for word in command if word.endswith((".py", ".sh"))]
-    modules = [after.rpartition(".")[2] for word, after in pairwise(command) if word == "-m"]
-    return next(iter((*scripts, *modules[-1:], *(Path(word).stem for word in command[:1]))), "") or "run"
 
 
 def _injection(options: Options, program: str) -> dict[str, str]:
@@ -256,6 +184,242 @@ def _in_front_of(variable: str, folder: Path) -> str:
     return os.pathsep.join(filter(None, (str(folder), os.environ.get(variable))))
 
 
+def say(text: str) -> None:
+    """One line on stderr, if anybody reads it."""
+    with suppress(OSError, ValueError):
+        print(f"flatout: {text}", file=sys.stderr, flush=True)
+
+
+# --- its name and its folder --------------------------------------------------------------------------------
+
+
+def default_folder(command: Sequence[str]) -> Path:
+    """flatout-runs/<time>-<name>, not taken yet."""
+    return new_folder(_name(command))
+
+
+def recordings(folder: Path) -> list[Path]:
+    """The traces a run has left: `folder`, and folder-2, folder-3 … where its command trained more than once."""
+    found = []
+    while folder.is_dir():
+        found.append(folder)
+        folder = found[0].with_name(f"{found[0].name}-{len(found) + 1}")
+    return found
+
+
+def _name(command: Sequence[str]) -> str:
+    """What to call a run: the script, the module, or else the program."""
+    command = redact_command(command)
+    scripts = [Path(word.split()[-1]).stem for word in command if word.endswith((".py", ".sh"))]
+    modules = [after.rpartition(".")[2] for word, after in pairwise(command) if word == "-m"]
+    return next(iter((*scripts, *modules[-1:], *(Path(word).stem for word in command[:1]))), "") or "run"
+
+
+def _make_folder(folder: Path) -> bool:
+    """Make the trace folder. One that holds a recording is a mistake; one that cannot be made costs the recording."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        say(f"cannot record into {folder} ({problem.strerror}): running unmeasured")
+        return False
+    if any(folder.glob("*.jsonl")):
+        raise UsageError(f"{folder} already holds a recording: name a new folder")
+    return True
+
+
+def _conclude(options: Options, code: int) -> None:
+    """Write into each recording that the command has ended, and into the last of them its exit code."""
+    if options.max_steps is not None:
+        end(options.folder)
+    if not any(options.folder.iterdir()):
+        say("the command was over before anything could be recorded")
+        options.folder.rmdir()
+        return
+    *earlier, last = recordings(options.folder)
+    run_info, now_s = _info(options, 0), time.monotonic()
+    try:
+        for folder in earlier:
+            note_end(folder, run_info, End(time_s=now_s))
+        note_end(last, run_info, End(time_s=now_s, exit_code=code))
+    except OSError as problem:
+        say(f"how the command ended is not recorded: {problem.strerror}")
+
+
+def _info(options: Options, pid: int) -> RunInfo:
+    return RunInfo(
+        name=options.name,
+        command=options.command,
+        host=socket.gethostname(),
+        pid=pid,
+        started_unix_s=time.time(),
+        started_s=time.monotonic(),
+    )
+
+
+# --- while it runs: its hardware, and lines for the person ------------------------------------------------------
+
+
+@contextmanager
+def _watching(pid: int, options: Options, ask_after_s: float) -> Iterator[None]:
+    """Watch a command until it ends. Signals have to be blocked: they are for the thread that waits for them."""
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=_watch, args=(pid, options, ask_after_s, stop), name="flatout-hardware", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError as problem:  # a limit on processes; the command runs all the same
+        say(f"the hardware is not watched ({redact_text(str(problem))})")
+        yield
+        return
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _watch(pid: int, options: Options, ask_after_s: float, stop: threading.Event) -> None:
+    began_s, look_after_s = time.monotonic(), 1.0
+    try:
+        with (
+            closing(FirstStep(options.folder, began_s, ask_after_s)) as first_step,
+            Sampler(pids=[pid]) as sampler,
+            TraceWriter(options.folder, _info(options, pid)) as writer,
+        ):
+            sample = sampler.read()
+            while not stop.wait(PULSE_EVERY_S):
+                now_s = time.monotonic()
+                if look_after_s <= min(now_s - began_s, _LAST_LOOK_S):
+                    look_after_s *= 2
+                    if text := _lost_process(pid):
+                        look_after_s = math.inf
+                        if note_not_measured(options.folder, text) and options.trial is None:
+                            say(text)
+                if text := first_step.look(now_s, sample.processes):
+                    say(text)
+                sampler.pulse()
+                if sampler.due(_SAMPLE_EVERY_S):
+                    sample = sampler.read()
+                    writer.write(sample)
+            writer.write(sampler.read())
+            for text in [*sampler.notes, *reasons_not_measured(options.folder)]:
+                writer.write(Note(time_s=time.monotonic(), text=text))
+    except Exception as problem:
+        # A command that has ended cannot be watched: that is no fault.
+        if Path(f"/proc/{pid}").exists():
+            say(f"the hardware is not watched ({redact_text(str(problem))})")
+
+
+_ANSWERED_WITHIN_S = 3.0  # processes look once a second whether they are asked
+_WAITS_FOR_ANOTHER = ("→ multiprocessing/", "→ torch/multiprocessing/", "→ subprocess.py")
+
+
+class FirstStep:
+    """Asks once what a command does that has taken no step after so many seconds.
+
+    The request is a file in the trace folder. A process that may train answers it with the line of the script that
+    it is at; one that runs no line of the user's, such as torchrun's agent, is silent. None of these files stays.
+    """
+
+    def __init__(self, folder: Path, began_s: float, after_s: float = ASK_AFTER_S) -> None:
+        self._folder = folder
+        self._after_s, self._due_s = after_s, began_s + after_s
+        self._asked = False
+
+    def look(self, now_s: float, processes: Sequence[ProcessSample]) -> str | None:
+        """What to tell the person, once; `processes` are those of the command."""
+        if now_s < self._due_s:
+            return None
+        if any(self._folder.glob("rank-*.jsonl")):
+            self.close()
+            return None
+        if not self._asked:
+            self._asked, self._due_s = True, now_s + _ANSWERED_WITHIN_S
+            with suppress(OSError):
+                (self._folder / REQUEST).touch()
+            return None
+        parts = [f"no training step after {self._after_s:.0f} s", self._likeliest_answer(), _load(processes)]
+        self.close()
+        return "; ".join(filter(None, parts))
+
+    def close(self) -> None:
+        """Ask no more, and leave no file."""
+        self._due_s = math.inf
+        for file in self._folder.glob(f"{REQUEST}*"):
+            file.unlink(missing_ok=True)
+
+    def _likeliest_answer(self) -> str:
+        """Of the processes that do not only wait for others, the one that started first."""
+        answers = [file.read_text(encoding="utf-8") for file in sorted(self._folder.glob(f"{REQUEST}-*"))]
+        at_work = [one for one in answers if not any(wait in one for wait in _WAITS_FOR_ANOTHER)]
+        return next(iter([*at_work, *answers]), "")
+
+
+def _load(processes: Sequence[ProcessSample]) -> str:
+    """Workers and their threads, or else all threads, against the cores that there are."""
+    cores = count_of(round(budget.measure().cores_allowed), "core")
+    workers = [process for process in processes if process.role == "worker"]
+    if workers:
+        threads = max(process.threads or 1 for process in workers)
+        return f"{count_of(len(workers), 'worker')} × {count_of(threads, 'thread')} on {cores}"
+    threads = sum(process.threads or 1 for process in processes)
+    return f"{count_of(threads, 'thread')} on {cores}" if threads else ""
+
+
+_LAST_LOOK_S = 64.0
+_TORCH = re.compile(r"\s(/\S*/lib/python(\d+)\.(\d+)/[^\n]*?)/torch/lib/libtorch")
+
+
+def _lost_process(root: int) -> str | None:
+    """What to tell the person of a process below this one that loads PyTorch and in which nothing starts flatout.
+
+    PYTHONPATH does, but Python ignores it with -I or -E, and a script may replace it.
+    """
+    for pid in sorted({root, *descendants(root)}):
+        with suppress(OSError):  # it has ended, or is not ours
+            if cause := _why_lost(Path(f"/proc/{pid}")):
+                return f"process {pid} uses PyTorch and is not measured: {cause}"
+    return None
+
+
+def _why_lost(process: Path) -> str | None:
+    torch = _TORCH.search((process / "maps").read_text(errors="replace"))
+    if torch is None:
+        return None
+    site, version = Path(torch[1]), (int(torch[2]), int(torch[3]))
+    variables = (process / "environ").read_text(errors="replace").split("\0")
+    environment = dict(entry.partition("=")[::2] for entry in variables)
+    if environment.get("FLATOUT") == "off":
+        return None
+    if version < OLDEST_PYTHON:
+        return f"Python {version[0]}.{version[1]} is older than 3.10, the oldest that flatout works in"
+    if VARIABLE not in environment:
+        return f"it was started without the environment of the command: pass on {VARIABLE} and PYTHONPATH"
+    flag = _ignores_pythonpath((process / "cmdline").read_text(errors="replace").split("\0"))
+    started_it = not flag and str(INJECTED) in environment.get("PYTHONPATH", "").split(os.pathsep)
+    if started_it or (site / HOOK).exists():
+        return None
+    cause = f"Python was started with {flag} and ignores PYTHONPATH" if flag else "PYTHONPATH was replaced for it"
+    # The interpreter of the environment that has this torch.
+    pythons = [folder / "bin" / "python" for folder in site.parents]
+    python = next(filter(Path.exists, pythons), None) or (process / "exe").readlink()
+    return f"{cause}. To have it measured: flatout hook install --python {shlex.quote(redact_text(str(python)))}"
+
+
+def _ignores_pythonpath(command: Sequence[str]) -> str:
+    """The option by which this Python does without PYTHONPATH, if there is one."""
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-") or word in ("-", "-c", "-m"):
+            return ""
+        if word in ("-W", "-X"):  # the next word belongs to it
+            next(words, None)
+        elif not word.startswith(("-W", "-X", "--")) and (found := re.search("[IE]", word)):
+            return f"-{found[0]}"
+    return ""
+
+
 # --- its end ------------------------------------------------------------------------------------------------
 
 
@@ -270,11 +434,7 @@ def _blocked() -> Iterator[None]:
 
 
 def _wait(process: subprocess.Popen[bytes], received: SignalsReceived) -> int:
-    """Wait for the command; its exit code, 128 + n when signal n ended it.
-
-    Signals meant for the command are passed on. Ctrl-C in a terminal reaches it without us; so has what it
-    `received`.
-    """
+    """Wait for the command, and pass signals on that it has not got without us; its exit code."""
     while process.poll() is None:
         sent = signal.sigtimedwait(_AWAITED, 1.0)
         if sent is None or sent.si_signo == signal.SIGCHLD:
@@ -286,7 +446,7 @@ def _wait(process: subprocess.Popen[bytes], received: SignalsReceived) -> int:
 
 
 def _wait_for_trial(process: subprocess.Popen[bytes], timeout_s: float | None) -> int:
-    """A trial is ours to end: what would end us ends it, and its time may be over."""
+    """Wait for a trial, which ends when its time is over, or by a signal that would end us."""
     end_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
     gets_signals = threading.current_thread() is threading.main_thread()
     while process.poll() is None:
@@ -309,9 +469,9 @@ def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> boo
     """Whether the command has not got this signal already, as far as can be known.
 
     The terminal signals the whole process group. Of other signals a Python in the command says whether it
-    `received` them; where none does, a `kill` from within the group may have reached the command too. But a
-    batch script's `trap 'kill -TERM $PID' TERM` signals us alone. A second SIGTERM does no harm, a lost one
-    does. Only an interrupt, which many take as "at once" when it comes twice, is left to the group.
+    `received` them; where none does, a `kill` from within the group may have reached the command too, or, as from
+    a batch script's `trap`, us alone. A second SIGTERM does no harm, a lost one does. Only an interrupt, which many
+    take as "at once" when it comes twice, is left to the group.
     """
     if sent.si_code > 0 or received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
         return False

@@ -1,11 +1,12 @@
-"""What the launcher and the processes inside tell each other: by one environment variable, by files in the trace
-folder, and by a pipe that says which signals a process has received. Standard library only: this runs before torch is
-imported."""
+"""What the launcher and the processes inside tell each other.
+
+By one environment variable, by files in the trace folder, and by a pipe that says which signals a process has
+received. Standard library only: this runs before torch is imported.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 
 VARIABLE = "FLATOUT_RUN"
 INJECTED = Path(__file__).parents[1] / "inside" / "path"  # what PYTHONPATH has to name
-# A file in the trace folder: a line for each reason why a process is not measured.
-NOT_MEASURED = "not-measured.txt"
-# A file in it that asks what a process does that has not trained yet; one beside it for each answer.
-REQUEST = "what-now"
-TURNS = "turns.json"  # a file in it: what became of the changes that a trial has decided in turns
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
+# Files in the trace folder.
+NOT_MEASURED = "not-measured.txt"  # a line for each reason why a process is not measured
+REQUEST = "what-now"  # asks what a process does that has not trained yet; the answers lie beside it
+TURNS = "turns.json"  # the results of the changes that a trial has decided in turns
 MOST_STEPS = 1_500  # of a trial, however short they are
 WEIGHTS_EVERY = 5  # steps
 WEIGHTS_OVER = "over"  # the file that says that a run leaves no more weights
@@ -44,37 +44,25 @@ _LATELY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and
-    it ends.
+    """A run of `fix`: it writes nothing of the user's, its output goes into the trace folder, and it ends."""
 
-    `protect` is a scratch folder that takes what the command writes, by overlays or (not `overlay`) by
-    redirection; None lets it write. `seed` is imposed where the script sets none. With `fingerprints` nothing
-    is timed: `proof-<rank>.jsonl` says what reached the model. Such a run may leave its weights in the folder
-    `leads`, as far as `weights_bytes` go, and take up those in `follows`, every few steps.
-
-    It goes on beyond its steps until it has trained for `at_least_s` (half of that where its steps are
-    steady), and for up to twice that while its mean step is not `known_to` such a share, or until it has
-    MOST_STEPS; several ranks do not: they have to end at the same step. It ends before its steps where a few
-    slow ones have taken `enough_s`. The X-ray and the ceiling come last, and only where a step has taken less
-    than `look_below_s`: what is slower than what there is already need not be understood.
-
-    The changes named in `turns` are switched on and off while it trains, one after the other, before anything else is
-    measured; what pays stays on.
-    """
-
-    seed: int | None = None
-    fingerprints: bool = False
+    seed: int | None = None  # imposed where the script sets none
+    fingerprints: bool = False  # nothing is timed, and `proof-<rank>.jsonl` says what reached the model
+    # Every few steps it leaves its weights in one folder, as far as `weights_bytes` go, and takes up those in another.
     leads: Path | None = None
     follows: Path | None = None
     weights_bytes: int = 0
+    # Beyond its steps it trains for `at_least_s` (half of that where steps are steady), and for up to twice that while
+    # its mean step is not `known_to` such a share. Several ranks do not: they have to end at the same step.
     at_least_s: float = 0.0
-    enough_s: float = math.inf
     known_to: float = math.inf
-    look_below_s: float | None = None
+    enough_s: float = math.inf  # it ends before its steps where a few slow ones have taken this long
+    look_below_s: float | None = None  # the X-ray and the ceiling come only where a step has taken less
     timeout_s: float | None = None
+    # What the command writes goes to this scratch folder, by overlays or else by redirection; None lets it write.
     protect: Path | None = None
     overlay: bool = True
-    turns: tuple[str, ...] = ()
+    turns: tuple[str, ...] = ()  # changes to switch on and off before the rest is measured; what pays stays on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +86,7 @@ class Options:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Options | None:
-        """The options, or None where flatout is not wanted."""
+        """The options, or None where flatout is off or has not started the command."""
         text = environ.get(VARIABLE)
         if not text or environ.get("FLATOUT") == "off":
             return None
@@ -118,8 +106,10 @@ class Options:
 def new_folder(name: str) -> Path:
     """flatout-runs/<time>-<name>, not taken yet; -2 and so on behind it would be further trainings of one command."""
     base = Path("flatout-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    others = (base.with_name(f"{base.name}.{number}") for number in itertools.count(os.getpid()))
-    return next(path for path in itertools.chain([base], others) if not path.exists())
+    folder, number = base, os.getpid()
+    while folder.exists():
+        folder, number = base.with_name(f"{base.name}.{number}"), number + 1
+    return folder
 
 
 # --- by files in the trace folder ---------------------------------------------------------------------------
@@ -135,7 +125,7 @@ def note_not_measured(folder: Path, reason: str) -> bool:
 
 
 def reasons_not_measured(folder: Path) -> list[str]:
-    """Why processes of a command are not measured; empty where none is known."""
+    """Why processes of a command are not measured."""
     try:
         return (folder / NOT_MEASURED).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -143,12 +133,12 @@ def reasons_not_measured(folder: Path) -> list[str]:
 
 
 def is_asked(folder: Path) -> bool:
-    """Whether the launcher wants to know what a process does that has not trained yet."""
+    """Whether the launcher asks what a process does that has not trained yet."""
     return (folder / REQUEST).exists()
 
 
 def answer(folder: Path, doing: str) -> None:
-    """Tell it."""
+    """Answer the launcher."""
     with suppress(OSError):
         write_whole(folder / f"{REQUEST}-{os.getpid():010d}", doing)
 
@@ -166,9 +156,8 @@ class SignalsReceived:
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.environment = {_PIPE: f"{self.write_end} {os.fstat(self.write_end).st_ino}"}
-        self._received: list[tuple[int, float]] = []  # and when
-        # Signals that we have passed on, and of which the command will write too.
-        self._echoes: Counter[int] = Counter()
+        self._received: list[tuple[int, float]] = []  # signals, and when
+        self._echoes: Counter[int] = Counter()  # signals that we have passed on, of which the command writes too
         self.listens = False  # whether a process writes down what it receives
 
     def close(self) -> None:
@@ -176,7 +165,7 @@ class SignalsReceived:
         os.close(self.write_end)
 
     def listen(self, timeout_s: float = 0.0) -> None:
-        """Take in what was written; what is older than a second is forgotten."""
+        """Read what was written, and forget what is older than a second."""
         now_s = time.monotonic()
         self._received = [(number, at_s) for number, at_s in self._received if now_s - at_s < _LATELY_S]
         if select.select([self._read_end], [], [], timeout_s)[0]:
@@ -200,38 +189,35 @@ class SignalsReceived:
                 return False
 
     def passed_on(self, number: int) -> None:
-        """Note that the command gets this signal from us: what it writes of it is an echo."""
+        """The command gets this signal from us: what it writes of it is an echo."""
         self._echoes[number] += 1
 
 
 def write_down_signals(environ: Mapping[str, str]) -> None:
-    """In a Python process of the command: have the signals that it receives written into the pipe, unless it uses
-    another file for them (asyncio does).
+    """In a Python process of the command: have the signals that it receives written into the pipe.
 
-    This process keeps a reading end too: without one, Python complains of a broken pipe when the launcher is
-    gone.
+    Not where it uses another file for them, as asyncio does.
     """
     descriptor, _, inode = environ.get(_PIPE, "").partition(" ")
-    try:
+    with suppress(OSError, ValueError):  # not inherited, or not the main thread
         status = os.fstat(int(descriptor))
         # Another file may have got that descriptor number meanwhile.
-        if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):
-            ours = _under_high_number(int(descriptor))
-            before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
-            if before != -1:
-                signal.set_wakeup_fd(before)
-                os.close(ours)
-            else:
-                reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                _under_high_number(reading)
-                os.close(reading)
-                os.write(ours, bytes([_LISTENS]))
-    except (OSError, ValueError):  # not inherited, or not the main thread
-        return
+        if not stat.S_ISFIFO(status.st_mode) or status.st_ino != int(inode):
+            return
+        ours = _under_high_number(int(descriptor))
+        before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            os.close(ours)
+            return
+        # Without a reading end of its own, Python complains of a broken pipe when the launcher is gone.
+        reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        _under_high_number(reading)
+        os.close(reading)
+        os.write(ours, bytes([_LISTENS]))
 
 
 def _under_high_number(descriptor: int) -> int:
-    """The same under a high number: a script that closes what it has inherited gets the low ones for its own
-    files, and signals would be written into those."""
+    """The same file. A script that closes what it has inherited gets the low numbers for files of its own."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(0, min(most, 1024) - 16))

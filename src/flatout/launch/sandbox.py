@@ -1,17 +1,16 @@
-"""A trial writes nothing of the user's: what it writes goes to a scratch folder, and it reads back what it
-wrote.
+"""A trial writes nothing of the user's: what it writes goes to a scratch folder, from which it is read back.
 
-    overlay       where the system permits: a mount namespace in which everything that can be written to is an overlay
-    redirection   elsewhere: Python's ways of writing go to a copy (inside/redirect.py); this says which folders
+    overlay       a mount namespace in which everything that can be written to is an overlay
+    redirection   where the system permits none: Python's ways of writing go to a copy (inside/redirect.py)
 
-Run as a program this file makes the namespace and becomes the command: standard library only, nothing of
-flatout.
+Run as a program this file makes the namespace and becomes the command: standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import getpass
 import json
 import os
 import re
@@ -57,18 +56,13 @@ _TOUCH = "import sys; sys.argv[1:] and open(sys.argv[1], 'x').close()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """`cover`: folders in which nothing may be written; `keep`: folders in them that may; `scratch` takes the
-    rest.
+    """Where a trial may write."""
 
-    `near` are the folders that the command is most likely to write to. `compiled` is where torch's compiler keeps
-    what it made.
-    """
-
-    scratch: str
-    cover: Sequence[str]
-    keep: Sequence[str]
-    near: Sequence[str] = ()
-    compiled: str = ""
+    scratch: str  # takes what is written elsewhere
+    cover: Sequence[str]  # folders in which nothing may be written
+    keep: Sequence[str]  # folders in them that may be written to
+    near: Sequence[str] = ()  # folders that the command is most likely to write to
+    compiled: str = ""  # where torch's compiler keeps what it made
 
     def to_json(self) -> str:
         """For another process."""
@@ -81,34 +75,30 @@ class Sandbox:
 
 
 def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> Sandbox:
-    """What to keep a command from writing to: everything that can be written to, but `ours` and compilers'
-    caches.
+    """Cover everything that can be written to, but `ours` and compilers' caches.
 
-    What was compiled changes no result, and the first trial that compiles spares the others that time. All
-    other caches are covered: a trial reads what is there, and what it adds is thrown away.
+    What was compiled changes no result, and the first trial that compiles spares the others that time.
     """
     near = _near(command[1:])
     tops = [path.resolve() for path in Path("/").iterdir() if _can_hold_files(path)]
     beside = [path for path in near if not any(top == path or top in path.parents for top in tops)]
     memory = [path for path in _SHARED_MEMORY.glob("*") if path.is_dir() and not path.is_symlink()]
-    precious = [*near, Path.home().resolve()]
+    home = Path.home()
+    precious = [*near, home.resolve()]
     compiled = _compiled(precious, instead=scratch.absolute().parent / "compiled")
-    caches = [compiled, *(path for path in _compiler_caches() if _is_private(path, precious))]
+    extensions = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "torch_extensions"
+    caches = [path for path in (home / ".triton", home / ".nv", extensions) if _is_private(path, precious)]
     return Sandbox(
         scratch=str(scratch.resolve()),
         cover=tuple(sorted({str(path) for path in (*tops, *beside, *memory, *_overlays_beside(near))})),
-        keep=tuple(str(path.resolve()) for path in (*ours, *caches)),
+        keep=tuple(str(path.resolve()) for path in (*ours, compiled, *caches)),
         near=tuple(map(str, near)),
         compiled=str(compiled),
     )
 
 
 def why_no_overlay(command: Sequence[str], scratch: Path) -> str:
-    """Why a command cannot be run on overlays here, in a few words: tried out on the very folders. Empty
-    where it can.
-
-    `scratch` is a folder of ours, in which what is needed for that is made.
-    """
+    """Why a command cannot be run on overlays here, tried out on the very folders; empty where it can."""
     here, name = Path.cwd(), f".flatout-{os.urandom(6).hex()}"
     with tempfile.TemporaryDirectory(prefix="probe-", dir=scratch, ignore_cleanup_errors=True) as own:
         box = sandbox_for(command, Path(own), ())
@@ -128,7 +118,7 @@ def why_no_overlay(command: Sequence[str], scratch: Path) -> str:
 
 
 def entrance(sandbox: Sandbox) -> list[str]:
-    """What to put before a command, so that everything that can be written to is an overlay for it."""
+    """What to put before a command to run it on overlays."""
     return [sys.executable, "-I", "-S", __file__, sandbox.to_json()]
 
 
@@ -140,11 +130,10 @@ def refusal(sandbox: Sandbox) -> str:
 
 
 def file_of_others(command: Sequence[str]) -> str:
-    """A file or folder that the command may write to, but not in an overlay of a user who `may_mount`
-    nothing; empty where there is none.
+    """A file or folder that the command may write to, but not in an overlay; empty where there is none.
 
-    Without the right to mount, an overlay has one owner and one group. What belongs to others, such as the
-    files of a shared group, cannot be copied into it (EOVERFLOW).
+    The overlay of a user who may not mount has one owner and one group. What belongs to others, such as the files
+    of a shared group, cannot be copied into it (EOVERFLOW).
     """
     for entry in _walk(_near(command[1:])):
         with contextlib.suppress(OSError):
@@ -162,7 +151,7 @@ def may_mount() -> bool:
 
 
 def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
-    """What a trial's environment has beside the user's: trackers off; without an overlay, what to redirect."""
+    """What to add to a trial's environment."""
     scratch = Path(sandbox.scratch)
     variables = {**_TRACKERS_OFF, "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri(), _COMPILED: sandbox.compiled}
     if redirected:
@@ -175,15 +164,14 @@ def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
 
 
 def _can_hold_files(top: Path) -> bool:
-    """Whether this top-level folder is to be covered: the system's too, as a user may own a folder deep in /usr."""
+    """Whether to cover this top-level folder: the system's too, as a user may own a folder deep in /usr."""
     if top.name in _LIVE or top.is_symlink() or not top.is_dir():
         return False
     return top.name not in _ROOTS_OWN or os.geteuid() == 0
 
 
 def not_compared() -> list[str]:
-    """Folders in which a change says nothing about a trial: programs of all kinds write there, or only an
-    administrator does."""
+    """Folders in which other programs write all the time, or only an administrator does."""
     return [*_BUSY, tempfile.gettempdir(), *(f"/{name}" for name in _SYSTEM)]
 
 
@@ -219,7 +207,7 @@ def _linked_to(folder: Path) -> list[Path]:
 
 
 def _walk(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
-    """What lies in folders, what is near their tops first, up to _ENTRIES_READ."""
+    """What lies in folders, breadth first, up to _ENTRIES_READ."""
     waiting, seen = deque(map(str, folders)), 0
     while waiting and seen < _ENTRIES_READ:
         with contextlib.suppress(OSError), os.scandir(waiting.popleft()) as entries:
@@ -233,8 +221,8 @@ def _walk(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
 def _overlays_beside(near: Sequence[Path]) -> Iterator[Path]:
     """Where overlays are needed beside those of the top-level folders.
 
-    What is written in a folder brings all folders above it into the overlay, but for the overlay's own top.
-    Those of others cannot be brought (see `file_of_others`): so an overlay begins below the last of them.
+    What is written in a folder copies all folders above it, up to the overlay's top. Those of others cannot be copied
+    (see `file_of_others`): so an overlay begins below the last of them.
     """
     for place in near:
         path = [place, *place.parents][:-2]  # without the top-level folder
@@ -254,8 +242,12 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _compiled(precious: Collection[Path], *, instead: Path) -> Path:
-    """Where torch's compiler keeps what it made; a folder of our own where that one is not to be written to."""
-    user = re.sub(r'[\\/:*?"<>|]', "_", _user())  # as torch names it
+    """Where torch's compiler keeps what it made; a folder of our own where that is no private one."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)  # as torch names it
     usual = Path(os.environ.get(_COMPILED) or f"{tempfile.gettempdir()}/torchinductor_{user}").absolute()
     with contextlib.suppress(OSError):
         usual.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -265,18 +257,10 @@ def _compiled(precious: Collection[Path], *, instead: Path) -> Path:
     return instead
 
 
-def _compiler_caches() -> list[Path]:
-    home = Path.home()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return [home / ".triton", home / ".nv", caches / "torch_extensions"]
-
-
 def _is_private(folder: Path, precious: Collection[Path]) -> bool:
-    """Whether this is a real folder of the user's, in which nobody else can write, and nothing that is to be
-    protected.
+    """Whether only this user can write to this folder, which is no link and holds nothing `precious`.
 
-    What shows through is really written: neither a variable nor a link by another user may make that the
-    project.
+    What shows through is really written: neither a variable nor a link by another user may make that the project.
     """
     try:
         found, place = folder.lstat(), folder.resolve()
@@ -287,20 +271,11 @@ def _is_private(folder: Path, precious: Collection[Path]) -> bool:
     return not any(place == path or place in path.parents for path in precious)
 
 
-def _user() -> str:
-    import getpass
-
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid_{os.getuid()}"
-
-
 # --- inside the program that becomes the command ------------------------------------------------------------
 
 
 def main(sandbox: Sandbox, command: Sequence[str]) -> None:
-    """Make the namespace, and become the command; or write down why not."""
+    """Make the namespace and become the command, or write down why not."""
     here = Path.cwd()
     refused = os.open(f"{sandbox.scratch}/{_REFUSED}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -317,7 +292,7 @@ def main(sandbox: Sandbox, command: Sequence[str]) -> None:
 
 
 def _make_namespace(*, privileged: bool) -> None:
-    """A mount namespace; of a user namespace of our own where we may not mount."""
+    """Make a mount namespace, within a user namespace of our own where we may not mount."""
     uid, gid = os.getuid(), os.getgid()
     if privileged:
         _call("unshare", _CLONE_NEWNS)
@@ -356,7 +331,7 @@ def _cover(sandbox: Sandbox, *, privileged: bool) -> None:
 
 
 def _handles(paths: Sequence[str]) -> dict[str, str]:
-    """Files and folders by names that hold when something else is mounted upon them; those that have not gone."""
+    """For files and folders that are there, names that hold when something else is mounted upon them."""
     found = {}
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -379,7 +354,7 @@ def _overlay(lower: str, layer: str, path: str, *, privileged: bool) -> None:
 
 
 def _read_only(source: str, path: str) -> None:
-    """What is there, read-only; where that is not possible either, there is no trial."""
+    """Show what is there read-only. Raises OSError, and then there is no trial."""
     there = os.statvfs(source).f_flag
     flags = sum(flag for seen, flag in _MS_OF_ST.items() if there & seen)
     _mount(source, path, "", _MS_BIND | _MS_REC)
@@ -393,7 +368,7 @@ def _memory_disk(place: str) -> str:
 
 
 def _mounted() -> Iterator[str]:
-    """Where file systems are mounted that hold files of people; a container mounts single files too."""
+    """Where disks are mounted; a container mounts single files too."""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         fields, _, rest = line.partition(" - ")
         place = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
@@ -402,10 +377,11 @@ def _mounted() -> Iterator[str]:
 
 
 def _sockets(inside: tuple[str, ...]) -> list[str]:
-    """Sockets that programs listen on: through an overlay they cannot be reached, and who a user is may be asked so."""
+    """Sockets that programs listen on, as for users' names: through an overlay they cannot be reached."""
     lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
-    paths = {line.split(maxsplit=7)[7] for line in lines if len(line.split(maxsplit=7)) == 8}
-    return [path for path in sorted(paths) if path.startswith(inside) and _is_socket(path)]
+    words = [line.split(maxsplit=7) for line in lines]
+    paths = {path for *_, path in words if path.startswith(inside)}  # the last is a number where there is no path
+    return sorted(filter(_is_socket, paths))
 
 
 def _is_socket(path: str) -> bool:

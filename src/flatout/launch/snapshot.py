@@ -12,8 +12,12 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
+
+from flatout.launch import sandbox
+from flatout.model.errors import OverlayError, RealWriteError
 
 MOST_FILES = 50_000
 MOST_ELSEWHERE = 20_000
@@ -25,6 +29,36 @@ _PASSING = ("torch_", "nccl-", "cuda.shm.", "sem.", "psm_", "pym-", "loky-", "jo
 
 # For each name the figures that show a change of a file, or None for a folder.
 Entries = dict[str, tuple[int, ...] | None]
+
+
+class UsersFiles:
+    """The user's files before a trial, to be compared after it."""
+
+    _reported: ClassVar[set[str]] = set()  # files that changed during a trial: reported once
+
+    def __init__(self, box: sandbox.Sandbox, *, overlay: bool) -> None:
+        self._box, self._overlay = box, overlay
+        but = [*box.keep, box.scratch, *sandbox.not_compared()]
+        self._near = Snapshot(box.near, but=but)
+        if overlay:  # which covers all but shared memory
+            self._beyond: Snapshot = SharedMemory()
+        else:
+            self._beyond = Snapshot([str(Path.home().resolve()), *box.cover], but=but, others_work=True)
+
+    def compare(self, say: Callable[[str], None]) -> None:
+        """Raise where a trial has really written to them."""
+        if self._overlay and (why := sandbox.refusal(self._box)):
+            raise OverlayError(why)
+        near, beyond = self._near.changed(), self._beyond.changed()
+        if self._overlay:
+            # Not the trial wrote there, but a person, another program, or a service that the script called.
+            new = [file for file in near if file not in self._reported]
+            self._reported.update(new)
+            if new:
+                say(f"Note: changed during a trial, and not by it ({len(new)}): {', '.join(new[:5])}")
+            near = []
+        if near or beyond:
+            raise RealWriteError(sorted({*near, *beyond}))
 
 
 class Snapshot:
@@ -80,7 +114,6 @@ class Snapshot:
         return path in self._but or os.path.basename(path) in _CACHES
 
     def _without_others_work(self, paths: Sequence[str]) -> list[str]:
-        """Those that no older process uses."""
         written, folders = _files_in_use(self._began_s)
         theirs = {os.path.dirname(path) for path in written}
         if self._others_work:
@@ -134,8 +167,7 @@ def _folders_of(path: str) -> Iterator[str]:
 
 
 def _files_in_use(before_s: float) -> tuple[set[str], set[str]]:
-    """The files that processes have open for writing, or share as memory, and the folders that they are in:
-    those processes that were there before."""
+    """What processes that are older have open for writing or share as memory, and the folders that they are in."""
     written, folders = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

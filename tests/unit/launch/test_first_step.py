@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flatout.launch.launcher import FirstStep
 from flatout.launch.protocol import REQUEST, is_asked
-from flatout.launch.watch import FirstStep
 from flatout.trace import ProcessSample
 
 WORKERS = tuple(ProcessSample(pid=n, role="worker", name="python", threads=16) for n in range(64))
