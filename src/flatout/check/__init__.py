@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from flatout.check.checks import CHECKS, FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line, check_disk
+from flatout.check.checks import CHECKS, FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.check.training import Gpus, Training
 from flatout.model.errors import UsageError
 from flatout.model.frameworks import RUN_LOOPS
@@ -25,14 +25,12 @@ from flatout.sample import budget
 __all__ = ["FAIL", "NOT_APPLICABLE", "OK", "WARN", "Checklist", "Line", "Training", "check", "look_over"]
 
 
-def check(
-    script: Path | None, *, flags: tuple[str, ...], config: Path | None, data: Path | None, gpus: Gpus
-) -> Checklist:
+def check(script: Path | None, *, flags: tuple[str, ...], config: Path | None, gpus: Gpus) -> Checklist:
     """Look over a training on this machine; `flags` are the script's own."""
     if script is not None and (is_folder(script) or script.suffix in (".sh", ".json", ".yaml", ".yml")):
         raise UsageError(f"{script} is no Python script; a config goes with --config, the script's flags after --")
     try:
-        return look_over(Training(budget.measure(), visible_gpus(gpus, os.environ), script, flags, config), data)
+        return look_over(Training(budget.measure(), visible_gpus(gpus, os.environ), script, flags, config))
     except RecursionError:
         raise UsageError(f"{script or config} cannot be read: it is nested too deeply") from None
 
@@ -45,10 +43,9 @@ def visible_gpus(gpus: Gpus, environ: Mapping[str, str]) -> Gpus:
     return tuple(gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid.startswith(names))
 
 
-def look_over(training: Training, data: Path | None = None) -> Checklist:
+def look_over(training: Training) -> Checklist:
     """All checks on a training."""
     lines = {subject: look(training) for subject, look in CHECKS.items()}
-    lines["disk"] = check_disk(training, data)
     files = [str(file.path) for file in training.script.files]
     if files and not training.loops and not training.script.packages & {"torch", "torchvision", "flatout", *RUN_LOOPS}:
         reason = f"no PyTorch training was found in {', '.join(files + training.script.not_read)}"

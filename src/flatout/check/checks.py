@@ -6,29 +6,20 @@ A setting that asks for something which then never happens is a failure: the per
 from __future__ import annotations
 
 import ast
-import os
-import random
 import re
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from flatout.check.script import Node, argument, calls_in, last_name, loops_around, parents, where
-from flatout.check.settings import KnownValue, folded, is_setting, setting_path
-from flatout.check.training import Training, TrainingLoop, is_of_evaluation, runs_every_time
+from flatout.check.script import Node, calls_in, evaluates, last_name, loops_around, parents, runs_every_time, where
+from flatout.check.training import KnownValue, Training, folded, is_setting, setting_path
 from flatout.model.changes import is_on
-from flatout.model.errors import UsageError
 from flatout.model.formatting import count_of
 from flatout.model.frameworks import FRAMEWORKS
 
 OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "fail", "n/a"
 
 _SMALL_SHM = 128 << 20  # a container gets 64 MiB unless it is given more
-_READ_S, _READERS, _MAX_FILES, _FEW_BATCHES_S = 2.0, 8, 4000, 2.0
 _MANY_WORKERS = 8
 _IDLE = "hardware.idle-gpus"
 _SHOWS = re.compile(r"^(print|logger|logging|log|wandb|tqdm|console|json|yaml|pprint|str|repr|format|add_argument)$")
@@ -40,7 +31,7 @@ _HAS_ITS_OWN_CONFIG = "Accelerator"  # `accelerate config` may ask for bf16
 class Line:
     """One subject: its status, why, and what to write instead. `code` is the cause that a run would report."""
 
-    subject: str = ""  # a check leaves it to `look_over`
+    subject: str = ""  # `look_over` fills it in
     status: str
     reason: str
     fix: str | None = None
@@ -65,13 +56,11 @@ class Checklist:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` writes it."""
+        counts = {status: len(self.with_status(status)) for status in (OK, WARN, FAIL, NOT_APPLICABLE)}
+        lines = [asdict(line) for line in self.lines]
         return {
-            "record": "checklist",
-            "schema": 1,
-            "looked_at": list(self.looked_at),
-            "counts": {status: len(self.with_status(status)) for status in (OK, WARN, FAIL, NOT_APPLICABLE)},
-            "lines": [asdict(line) for line in self.lines],
-        }
+            "record": "checklist", "schema": 1, "looked_at": list(self.looked_at), "counts": counts, "lines": lines,
+        }  # fmt: skip
 
 
 def _ok(reason: str, where: str | None = None) -> Line:
@@ -84,22 +73,20 @@ def _warn(reason: str, where: str | None = None, *, fix: str, code: str) -> Line
 
 
 def _fail(reason: str, where: str | None = None, *, fix: str, code: str | None = None) -> Line:
-    """Certainly wrong: it has no effect, breaks the run, or spoils what is learned."""
+    """Has no effect, breaks the run, or spoils what is learned, for certain."""
     return Line(status=FAIL, reason=reason, fix=fix, where=where, code=code)
 
 
-# ------------------------------------------------------------ the command, and loading
+# ------------------------------------------------------------ loading
 
 
-def _flags(training: Training) -> Line | None:
-    """Flags that the script does not know."""
+def _misspelt_flags(training: Training) -> Line | None:
     for flag, meant in training.settings.misspelt.items():
         return _fail(f"the script has no flag {flag}, and ends with an error", "the command line", fix=meant)
     return None
 
 
 def _workers(training: Training) -> Line | None:
-    """num_workers against the cores a rank may use for loading."""
     workers, budget = training.option("num_workers"), training.budget
     if not workers.is_number():
         return None
@@ -134,9 +121,8 @@ def _shared_memory(training: Training) -> Line | None:
 
 
 def _pin_memory(training: Training) -> Line | None:
-    """pin_memory, and whether copies then make use of it."""
     pinned, copies = training.option("pin_memory"), training.script.calls("to", "cuda")
-    overlapped = any(argument(call, "non_blocking") is not None for call in copies)
+    overlapped = any(training.argument(call, "non_blocking") is not None for call in copies)
     if not pinned.known or (training.is_complete and not copies):
         return None
     if not pinned.what:
@@ -151,7 +137,6 @@ def _pin_memory(training: Training) -> Line | None:
 
 
 def _persistent_workers(training: Training) -> Line | None:
-    """persistent_workers, where there are workers and epochs."""
     kept, workers = training.option("persistent_workers"), training.option("num_workers")
     one_epoch = training.setting("epochs").what == 1 or (training.loader is not None and not training.has_epochs)
     if not kept.known or not workers.is_number() or one_epoch:
@@ -163,20 +148,18 @@ def _persistent_workers(training: Training) -> Line | None:
 
 
 def _loader_in_loop(training: Training) -> Line | None:
-    """A training loader that is built again every epoch."""
-    loader, epochs = training.loader, [loop.epochs for loop in training.loops]
+    loader = training.loader
     if loader is None:
         return None
     for loop in loops_around(loader):
-        if loop in epochs and runs_every_time(loader, loop):
+        if loop in training.loops.values() and runs_every_time(loader, loop):
             reason = "the DataLoader is built again every epoch, and its workers are started again"
             return _warn(reason, where(loader), fix=f"build it once, above {where(loop)}", code="data.worker-start")
     return _ok("built once", where(loader))
 
 
 def _set_epoch(training: Training) -> Line | None:
-    """DistributedSampler.set_epoch, without which every epoch has the same order."""
-    samplers = [call for call in training.script.calls("DistributedSampler") if not is_of_evaluation(call)]
+    samplers = [call for call in training.script.calls("DistributedSampler") if not evaluates(call)]
     shuffling = [call for call in samplers if (training.argument(call, "shuffle", 3) or KnownValue(True)).what is True]
     called = training.script.calls("set_epoch")
     if shuffling and called:
@@ -191,13 +174,12 @@ def _set_epoch(training: Training) -> Line | None:
 
 
 def _mixed_precision(training: Training) -> Line | None:
-    """Autocast: there, switched on, and not switched off by a spelling."""
     line = _misspelled(training) or _autocast(training) or _asked_of_framework(training)
     if line is not None or _has_lower_precision(training) or not training.is_complete:
         return line
     reason = "the model is trained in fp32: no autocast, no lower precision anywhere"
     fix = 'with torch.autocast("cuda", torch.bfloat16): around forward pass and loss (before Ampere: torch.float16)'
-    return _warn(reason, where(training.loops[0].node), fix=fix, code="compute.precision")
+    return _warn(reason, where(next(iter(training.loops))), fix=fix, code="compute.precision")
 
 
 def _has_lower_precision(training: Training) -> bool:
@@ -226,7 +208,6 @@ def _misspelled(training: Training) -> Line | None:
 
 
 def _autocast(training: Training) -> Line | None:
-    """torch's own autocast, and whether it is switched on."""
     off = [value for value in training.settings.about(*_PRECISION) if not is_on(value.what)]
     calls = training.script.calls("autocast")
     for call in calls:
@@ -263,7 +244,7 @@ def _asked_of_framework(training: Training) -> Line | None:
             fix = known[0].set_to(options_of[name][known[0].name])
             line = _warn("fp32 is asked for", known[0].where, fix=fix, code="compute.precision")
         # A default holds where nothing is given, by `plugins` neither.
-        left_out = not given and name != _HAS_ITS_OWN_CONFIG and argument(call, "plugins") is None
+        left_out = not given and name != _HAS_ITS_OWN_CONFIG and training.argument(call, "plugins") is None
         if left_out and line is None and not _has_lower_precision(training):
             option, lower = next(iter(options_of[name].items()))
             reason, fix = f"{name}(…) without {option}: its default is fp32", f"{option}={lower!r}"
@@ -316,7 +297,7 @@ def _host_waits(training: Training) -> Line | None:
     """.item(), .cpu(), print() of what the model gave, every batch."""
     for loop in training.loops:
         names = _names_on_gpu(loop)
-        every_batch = [call for call in calls_in(loop.node) if runs_every_time(call, loop.node)]
+        every_batch = [call for call in calls_in(loop) if runs_every_time(call, loop)]
         fetches = [call for call in every_batch if _fetches(call, names)]
         if fetches:
             what = ", ".join(f"{ast.unparse(call)} ({where(call)})" for call in fetches[:3])
@@ -324,32 +305,6 @@ def _host_waits(training: Training) -> Line | None:
             fix = "add up on the GPU (total += loss.detach()), and fetch only when you log"
             return _warn(reason, where(fetches[0]), fix=fix, code="sync.item")
     return _ok("nothing is fetched from the GPU every batch") if training.loops else None
-
-
-def _kept_graphs(training: Training) -> Line | None:
-    """`losses.append(loss)` and `total += loss`: each step's graph stays for as long as the list or the sum."""
-    for loop in training.loops:
-        losses = _losses(loop)
-        begun = {name for node, stored, _ in _assigned(loop) if isinstance(node, ast.Assign) for name in stored}
-        for node in ast.walk(loop.node):
-            match node:
-                case ast.Call(func=ast.Attribute(value=kept, attr="append"), args=[what]):
-                    pass
-                case ast.AugAssign(target=kept, op=ast.Add(), value=what):
-                    pass
-                case _:
-                    continue
-            with_graph = losses & _names(what, until=(*_HOST, "detach", "data"))
-            if with_graph and not _names(kept) & (begun | losses) and not _without_grad(node):
-                reason = f"{ast.unparse(node)} keeps the graph of every step: memory and step times grow"
-                fix = f"{min(with_graph)}.detach()"
-                return _warn(reason, where(node), fix=fix, code="drift.slower")
-    return None
-
-
-def _without_grad(node: Node) -> bool:
-    blocks = [one for one in parents(node) if isinstance(one, ast.With)]
-    return any(last_name(call.func) == "no_grad" for one in blocks for item in one.items for call in calls_in(item))
 
 
 def _fetches(call: ast.Call, names: set[str]) -> bool:
@@ -362,26 +317,54 @@ def _fetches(call: ast.Call, names: set[str]) -> bool:
     return ast.unparse(call.func) == "torch.cuda.synchronize"
 
 
-def _assigned(loop: TrainingLoop) -> Iterator[tuple[Node, set[str], set[str]]]:
+def _kept_graphs(training: Training) -> Line | None:
+    """`losses.append(loss)` and `total += loss`: each step's graph stays for as long as the list or the sum."""
+    for loop in training.loops:
+        losses = _losses(loop)
+        begun = {name for node, stored, _ in _assigned(loop) if isinstance(node, ast.Assign) for name in stored}
+        for node in ast.walk(loop):
+            match node:
+                case (
+                    ast.Call(func=ast.Attribute(value=kept, attr="append"), args=[what])
+                    | ast.AugAssign(target=kept, op=ast.Add(), value=what)
+                ) if not _names(kept) & (begun | losses) and not _without_grad(node):
+                    with_graph = losses & _names(what, until=(*_HOST, "detach", "data"))
+                    if with_graph:
+                        reason = f"{ast.unparse(node)} keeps the graph of every step: memory and step times grow"
+                        fix = f"{min(with_graph)}.detach()"
+                        return _warn(reason, where(node), fix=fix, code="drift.slower")
+    return None
+
+
+def _without_grad(node: Node) -> bool:
+    blocks = [one for one in parents(node) if isinstance(one, ast.With)]
+    return any(last_name(call.func) == "no_grad" for one in blocks for item in one.items for call in calls_in(item))
+
+
+def _assigned(loop: Node) -> Iterator[tuple[Node, set[str], set[str]]]:
     """The assignments in a loop: the names each stores to, and the names that go into its value."""
-    for node in ast.walk(loop.node):
+    for node in ast.walk(loop):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             stored = {name for target in targets for name in _names(target)} - {"self"}
             yield node, stored, _names(node.value)
 
 
-def _losses(loop: TrainingLoop) -> set[str]:
+def _computed(loop: Node) -> set[str]:
+    """The names that a loop computes from others."""
+    return {name for _, stored, used in _assigned(loop) if used for name in stored}
+
+
+def _losses(loop: Node) -> set[str]:
     """The names that `backward` is called with, or that speak of a loss."""
-    names = {name for _, stored, used in _assigned(loop) if used for name in stored}
-    losses = {name for call in calls_in(loop.node) if "backward" in last_name(call.func) for name in _names(call)}
+    names = _computed(loop)
+    losses = {name for call in calls_in(loop) if "backward" in last_name(call.func) for name in _names(call)}
     return (losses or {name for name in names if "loss" in name.lower()}) & names
 
 
-def _names_on_gpu(loop: TrainingLoop) -> set[str]:
+def _names_on_gpu(loop: Node) -> set[str]:
     """Names that hold what the model gave: the loss, what it is made of, and what is made of that in turn."""
-    assigned, on_gpu = list(_assigned(loop)), _losses(loop)
-    names = {name for _, stored, used in assigned if used for name in stored}
+    assigned, names, on_gpu = list(_assigned(loop)), _computed(loop), _losses(loop)
     for _, stored, used in reversed(assigned):
         if stored & on_gpu:
             on_gpu |= used & names
@@ -415,7 +398,7 @@ def _gpus(training: Training) -> Line | None:
     if not training.gpus:
         return _fail("CUDA_VISIBLE_DEVICES hides every GPU", fix="unset CUDA_VISIBLE_DEVICES", code=_IDLE)
     if training.is_complete and not training.script.uses("cuda", "to", "device"):
-        place = where(training.loops[0].node)
+        place = where(next(iter(training.loops)))
         fix = 'model.to("cuda"), and every batch likewise'
         return _warn("the script trains on the CPU: nothing is moved to a GPU", place, fix=fix, code=_IDLE)
     if len(training.gpus) == 1:
@@ -428,44 +411,8 @@ def _gpus(training: Training) -> Line | None:
     return _warn(reason, fix=f"DistributedDataParallel, and {start}", code=_IDLE)
 
 
-def check_disk(training: Training, folder: Path | None, *, clock: Callable[[], float] = time.monotonic) -> Line | None:
-    """How fast files of the data folder can be read, in random order, for two seconds."""
-    if folder is None:
-        return None
-    if not folder.is_dir():
-        raise UsageError(f"--data {folder} is not a folder")
-    paths = list(islice((path for path in folder.rglob("*") if path.is_file()), _MAX_FILES))
-    if not paths:
-        raise UsageError(f"--data {folder} holds no files that can be read")
-    random.Random(0).shuffle(paths)
-    started = clock()
-    with ThreadPoolExecutor(_READERS) as pool:
-        sizes = list(pool.map(lambda path: _read(path) if clock() - started < _READ_S else None, paths))
-    seconds, read = max(clock() - started, 1e-6), [size for size in sizes if size is not None]
-    rate = f"{sum(read) / seconds / 1e6:,.0f} MB/s and {len(read) / seconds:,.0f} files/s with {_READERS} readers"
-    batch = training.option("batch_size")
-    if not batch.is_number() or batch.what < 1:
-        return None
-    batches = len(read) / seconds / batch.what
-    reason = f"{rate}: with a file a sample, up to {batches:,.1f} batches of {batch.what} a second"
-    if batches >= _FEW_BATCHES_S:
-        return _ok(reason, str(folder))
-    fix = "copy the data to a local disk, or pack it into larger files"
-    return _warn(reason, str(folder), fix=fix, code="data.disk-bound")
-
-
-def _read(path: Path) -> int | None:
-    """The bytes of a file, past the page cache where the file system can do that."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return len(file.read())
-    except OSError:
-        return None
-
-
 CHECKS: dict[str, Callable[[Training], Line | None]] = {
-    "flags": _flags,
+    "flags": _misspelt_flags,
     "workers": _workers,
     "shared memory": _shared_memory,
     "pin_memory": _pin_memory,

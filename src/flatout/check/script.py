@@ -1,4 +1,4 @@
-"""A training script, and its own modules that it imports, as syntax trees. Nothing of them is ever run.
+"""A training script, and its own modules that it imports, as syntax trees; and its loops. Nothing of them is run.
 
 Every node knows its `file` and the node `around` it, so the functions here take a node alone.
 """
@@ -6,6 +6,7 @@ Every node knows its `file` and the node `around` it, so the functions here take
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from flatout.model.errors import UsageError
 from flatout.model.inputs import is_file, read_notebook, text_of
 
 Node = Any  # an ast.AST with two attributes more: `file` and `around`
-LOOPS = (ast.For, ast.While)
+_LOOPS = (ast.For, ast.While)
+_EPOCH = re.compile(r"(^|[^a-z])ep(och)?s?([^a-z]|$)|epoch", re.IGNORECASE)
+_EVALUATION = re.compile(r"val|test|eval|dev(?!ice)|infer|predict", re.IGNORECASE)
 
 
 class SourceFile:
@@ -139,7 +142,7 @@ def loops_around(node: Node) -> list[Node]:
     for above in parents(node):
         if isinstance(above, ast.FunctionDef | ast.Lambda):
             break
-        if isinstance(above, LOOPS) and below in above.body:
+        if isinstance(above, _LOOPS) and below in above.body:
             found.append(above)
         below = above
     return found
@@ -148,3 +151,46 @@ def loops_around(node: Node) -> list[Node]:
 def calls_in(node: Node) -> list[ast.Call]:
     """The calls inside a node, line by line."""
     return sorted((part for part in ast.walk(node) if isinstance(part, ast.Call)), key=lambda call: call.lineno)
+
+
+def evaluates(call: ast.Call) -> bool:
+    """Whether a loader or sampler is not for training: by its name, its dataset, the function it is built in."""
+    statement = next((node for node in parents(call) if isinstance(node, ast.stmt)), None)
+    parts = [*getattr(statement, "targets", []), argument(call, "dataset", 0)]
+    texts = [ast.unparse(part) for part in parts if part is not None]
+    texts.append(getattr(function_of(call), "name", ""))
+    telling = next((text for text in texts if "train" in text.lower() or _EVALUATION.search(text)), "train")
+    return "train" not in telling.lower()
+
+
+def find_loops(script: Script) -> dict[Node, Node]:
+    """Every loop over batches that trains, or function that trains on one; and the loop over epochs around it."""
+    places = [next(iter(loops_around(call)), function_of(call)) for call in script.calls("backward", "manual_backward")]
+    places += [node for node in script.nodes if getattr(node, "name", "") == "training_step"]
+    return {place: _epoch_loop(script, place) for place in places if place is not None}
+
+
+def _epoch_loop(script: Script, node: Node) -> Node:
+    """The loop over epochs around a node, or around a call of its function."""
+    function = node if isinstance(node, ast.FunctionDef) else function_of(node)
+    callers = script.calls(function.name) if function is not None else []
+    loops = [loop for place in (node, *callers) for loop in loops_around(place)]
+    return next((loop for loop in loops if _EPOCH.search(ast.unparse(loop).partition(":\n")[0])), None)
+
+
+def runs_every_time(node: Node, within: Node) -> bool:
+    """Whether a node runs each time `within` does: no condition stands between, and no `continue` above it."""
+    below = node
+    for above in parents(node):
+        if isinstance(above, _LOOPS) and below in above.body:
+            earlier = above.body[: above.body.index(below)]
+            if any(isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue) for one in earlier):
+                return False
+        if above is within:
+            return True
+        if isinstance(above, ast.BoolOp | ast.FunctionDef | ast.Lambda | ast.ExceptHandler):
+            return False
+        if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
+            return False
+        below = above
+    return False

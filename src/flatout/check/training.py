@@ -1,34 +1,33 @@
-"""What the checks may ask of one training: its settings, its loader, its loops, and the machine.
+"""What is known of one training before it runs: its settings, its loader, its loops, and the machine.
 
 Known values are literals, settings, `os.cpu_count()`, and names bound once in their file to one of these.
+Settings are argparse defaults, a config file (YAML or JSON) and flags, each found by its path (`train`, `amp`)
+however the script writes it: `cfg.train.amp`, `config["train"]["amp"]`, `self.args.amp`.
 Everything else is unknown, and no check guesses.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from flatout.check.script import (
-    LOOPS,
-    Node,
-    Script,
-    argument,
-    function_of,
-    last_name,
-    loops_around,
-    only_value,
-    parents,
-    where,
-)
-from flatout.check.settings import HOLDER, KnownSettings, KnownValue, setting_path
+from flatout.check.script import Node, Script, argument, evaluates, find_loops, last_name, only_value, where
+from flatout.model.changes import pattern_of
+from flatout.model.formatting import as_typed
 from flatout.model.frameworks import FRAMEWORKS, RUN_LOOPS
+from flatout.model.inputs import UNREAD, read_settings
 from flatout.sample.budget import Budget
 from flatout.trace import GpuSample
 
 Gpus = tuple[GpuSample, ...] | None  # None where no driver answers
+# What people call the object that holds their settings.
+_HOLDER = re.compile(r"_*(args?|opts?|options|cfg|conf(ig)?s?|settings|flags|hparams|params)\d?", re.IGNORECASE)
 # The options of a DataLoader that matter here: place and default.
 _OPTIONS: dict[str, tuple[int | None, object]] = {
     "batch_size": (1, 1),
@@ -44,16 +43,48 @@ _CONFIGURES_LOADER = {
     if framework.loader_arguments
     for name in framework.precision
 }
-_EPOCH = re.compile(r"(^|[^a-z])ep(och)?s?([^a-z]|$)|epoch", re.IGNORECASE)
-_EVALUATION = re.compile(r"val|test|eval|dev(?!ice)|infer|predict", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingLoop:
-    """The loop over batches, or the function called for each; `epochs` is the loop over epochs around it."""
+class KnownValue:
+    """A value, where (file:line) it was written, and the knob that sets it: `--flag` or `key`.
 
-    node: Node
-    epochs: Node
+    `path` ends in the name of the setting, or of the argument that gets the value.
+    """
+
+    what: Any = UNREAD
+    where: str | None = None
+    knob: str | None = None
+    path: tuple[str, ...] = ("",)
+
+    @property
+    def name(self) -> str:
+        """The last name of its path."""
+        return self.path[-1]
+
+    @property
+    def known(self) -> bool:
+        """Whether it can be told without running."""
+        return self.what is not UNREAD
+
+    def is_number(self) -> bool:
+        """Whether it is known to be an int or a float."""
+        return isinstance(self.what, int | float) and not isinstance(self.what, bool)
+
+    def named(self, name: str) -> KnownValue:
+        """The same value for an argument of this name."""
+        return replace(self, path=(name,))
+
+    def set_to(self, new: object) -> str:
+        """What a person writes to change it, in the syntax of the place where it is set."""
+        if self.knob is None:
+            return f"{self.name}={new!r}"
+        if not self.knob.startswith("-"):
+            return f"{self.knob}: {as_typed(new)}"
+        return self.knob if new is True else f"{self.knob} {new}"
+
+
+UNKNOWN = KnownValue()
 
 
 class Training:
@@ -66,18 +97,17 @@ class Training:
         self.script = Script(path)
         self.settings = KnownSettings(self.script, flags, config)
         self.loops = find_loops(self.script)
-        self.has_epochs = any(loop.epochs for loop in self.loops)
+        self.has_epochs = any(self.loops.values())
         # Whether all of the training was read: its loop, every module of its own, and no framework around it.
         unread = self.script.not_read or self.script.packages.intersection(RUN_LOOPS)
         self.is_complete = bool(self.loops) and not unread
         loaders = self.script.calls("DataLoader", "StatefulDataLoader")
-        self.loader = next((call for call in loaders if len(loaders) == 1 or not is_of_evaluation(call)), None)
+        self.loader = next((call for call in loaders if len(loaders) == 1 or not evaluates(call)), None)
         self._configuring = None if loaders else next(iter(self.script.calls(*_CONFIGURES_LOADER)), None)
 
     def option(self, name: str) -> KnownValue:
         """An option of the training's loader, or of what configures it; without either, a setting of the name."""
-        position, default = _OPTIONS[name]
-        call = self.loader
+        call, (position, default) = self.loader, _OPTIONS[name]
         if self._configuring is not None:
             call, position = self._configuring, None
             name, default = _CONFIGURES_LOADER[last_name(call.func)][name]
@@ -88,7 +118,7 @@ class Training:
 
     def setting(self, subject: str) -> KnownValue:
         """A setting by any of the names people give it."""
-        return next(iter(self.settings.about(subject)), KnownValue())
+        return next(iter(self.settings.about(subject)), UNKNOWN)
 
     def argument(self, call: ast.Call, name: str, position: int | None = None) -> KnownValue | None:
         """What a call is given under a name; None where it is not given, unknown where that cannot be told."""
@@ -97,7 +127,7 @@ class Training:
         for mapping in spread if node is None else ():
             items = _items(mapping)
             if items is None:
-                return KnownValue()
+                return UNKNOWN
             node = items.get(name)
         return self.value(node).named(name) if node is not None else None
 
@@ -113,7 +143,7 @@ class Training:
             case ast.Name() if follow and (assigned := only_value(node)):
                 return self.value(assigned, follow=False)
         path = setting_path(node)
-        holder = next((place for place, name in enumerate(path) if HOLDER.fullmatch(name)), len(path))
+        holder = next((place for place, name in enumerate(path) if _HOLDER.fullmatch(name)), len(path))
         return self.settings.at(path[holder + 1 :])
 
 
@@ -128,44 +158,129 @@ def _items(node: Node) -> dict[str, Node] | None:
     return {str(getattr(key, "value", "")): value for key, value in zip(node.keys, node.values, strict=True)}
 
 
-def is_of_evaluation(call: ast.Call) -> bool:
-    """Whether a loader or sampler is not for training: by its name, its dataset, the function it is built in."""
-    statement = next((node for node in parents(call) if isinstance(node, ast.stmt)), None)
-    parts = [*getattr(statement, "targets", []), argument(call, "dataset", 0)]
-    texts = [ast.unparse(part) for part in parts if part is not None]
-    texts.append(getattr(function_of(call), "name", ""))
-    telling = next((text for text in texts if "train" in text.lower() or _EVALUATION.search(text)), "train")
-    return "train" not in telling.lower()
+# ------------------------------------------------------------ settings
 
 
-def find_loops(script: Script) -> list[TrainingLoop]:
-    """Every loop that trains, and every function that trains on one batch."""
-    places = [next(iter(loops_around(call)), function_of(call)) for call in script.calls("backward", "manual_backward")]
-    places += [node for node in script.nodes if getattr(node, "name", "") == "training_step"]
-    return [TrainingLoop(place, _epoch_loop(script, place)) for place in dict.fromkeys(places) if place is not None]
+class KnownSettings:
+    """All settings that are known. A flag replaces a setting of its name, a config file what argparse declares."""
+
+    def __init__(self, script: Script, flags: tuple[str, ...], config: Path | None) -> None:
+        options = _Options(script)
+        self._settings: list[KnownValue] = []
+        for layer in (options.given(flags), _in_config(config), options.defaults):
+            stronger = {folded(setting.name) for setting in self._settings}
+            self._settings += [setting for setting in layer if folded(setting.name) not in stronger]
+        stores = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+        self._changed = {folded(setting_path(node)[-1]) for node in stores if is_setting(node)}
+        self.misspelt = options.misspelt(script, flags)
+
+    def at(self, path: Sequence[str]) -> KnownValue:
+        """The setting at the end of a path; unknown where there is none, or several that disagree."""
+        names = [folded(name) for name in path]
+        if not names or names[-1] in self._changed:
+            return UNKNOWN
+        of_name = [setting for setting in self._settings if folded(setting.name) == names[-1]]
+        exact = [setting for setting in of_name if [*map(folded, setting.path)][-len(names) :] == names]
+        fitting = exact or of_name
+        agreed = len({repr(setting.what) for setting in fitting}) == 1
+        return fitting[0] if agreed else UNKNOWN
+
+    def about(self, *subjects: str) -> list[KnownValue]:
+        """Every known setting about these, by any of the names people give them."""
+        pattern = pattern_of(*subjects)
+        names = dict.fromkeys(setting.name for setting in self._settings)
+        found = [self.at([name]) for name in names if pattern.fullmatch(name.replace("-", "_"))]
+        return [setting for setting in found if setting.known]
 
 
-def _epoch_loop(script: Script, node: Node) -> Node:
-    """The loop over epochs around a node, or around a call of its function."""
-    function = node if isinstance(node, ast.FunctionDef) else function_of(node)
-    callers = script.calls(function.name) if function is not None else []
-    loops = [loop for place in (node, *callers) for loop in loops_around(place)]
-    return next((loop for loop in loops if _EPOCH.search(ast.unparse(loop).partition(":\n")[0])), None)
+def folded(name: str) -> str:
+    """A name without what people spell differently."""
+    return re.sub(r"[-_ .]", "", name).lower()
 
 
-def runs_every_time(node: Node, within: Node) -> bool:
-    """Whether a node runs each time `within` does: no condition stands between, and no `continue` above it."""
-    below = node
-    for above in parents(node):
-        if isinstance(above, LOOPS) and below in above.body:
-            earlier = above.body[: above.body.index(below)]
-            if any(isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue) for one in earlier):
-                return False
-        if above is within:
-            return True
-        if isinstance(above, ast.BoolOp | ast.FunctionDef | ast.Lambda | ast.ExceptHandler):
-            return False
-        if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
-            return False
-        below = above
-    return False
+def setting_path(node: Node) -> list[str]:
+    """The names that lead to a setting: cfg.train["amp"] → cfg, train, amp. Empty for anything else."""
+    match node:
+        case ast.Name(id=name):
+            return [name]
+        case (
+            ast.Attribute(value=holder, attr=name)
+            | ast.Subscript(value=holder, slice=ast.Constant(value=str(name)))
+            | ast.Call(func=ast.Attribute(value=holder, attr="get"), args=[ast.Constant(value=str(name)), *_])
+            | ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(value=str(name)), *_])
+        ) if before := setting_path(holder):
+            return [*before, name]
+    return []
+
+
+def is_setting(node: Node) -> bool:
+    """Whether a node reads or sets an attribute of an object that holds settings."""
+    return any(_HOLDER.fullmatch(name) for name in setting_path(node)[:-1])
+
+
+def _in_config(path: Path | None) -> list[KnownValue]:
+    read = read_settings(path) if path is not None else {}
+    return [KnownValue(what, f"{path}:{line}", ".".join(keys), keys) for keys, (what, line) in read.items()]
+
+
+class _Options:
+    """The options that a script declares with argparse."""
+
+    def __init__(self, script: Script) -> None:
+        self.defaults: list[KnownValue] = []
+        self._long: dict[str, str] = {}  # argparse stores an option under the longest of its names
+        self._off: dict[str, str] = {}  # of --no-pin: --pin
+        for call in script.calls("add_argument"):
+            texts = [one.value for one in call.args if isinstance(one, ast.Constant)]
+            names = sorted((text for text in texts if isinstance(text, str)), key=len, reverse=True)
+            for longest in names[:1]:
+                self.defaults.append(KnownValue(_default(call), where(call), longest, (longest.lstrip("-"),)))
+                self._long |= dict.fromkeys(names, longest)
+            if last_name(argument(call, "action")) == "BooleanOptionalAction":
+                self._off |= {f"--no-{name[2:]}": names[0] for name in names if name.startswith("--")}
+
+    def given(self, flags: tuple[str, ...]) -> list[KnownValue]:
+        """What flags on the command line say; argparse completes one that begins like a single option."""
+        found = []
+        for word, following in pairwise((*flags, "--")):
+            name, equals, text = word.partition("=")
+            if not name.startswith("-"):
+                continue
+            what = True if not equals and following.startswith("--") else _as_data(text or following)
+            if name in self._off:
+                name, what = self._off[name], False
+            completed = [option for option in self._long if name.startswith("--") and option.startswith(name)]
+            meant = completed[0] if len(completed) == 1 else name
+            found.append(KnownValue(what, "the command line", name, (self._long.get(meant, meant).lstrip("-"),)))
+        return found
+
+    def misspelt(self, script: Script, flags: tuple[str, ...]) -> dict[str, str]:
+        """Flags that argparse would refuse, each with the option that it resembles.
+
+        One that resembles none may be declared where the script alone does not show it.
+        """
+        found: dict[str, str] = {}
+        options = [*self._long, *self._off]
+        takes_others = not script.calls("parse_args") or script.calls("parse_known_args")
+        for word in flags if not takes_others else ():
+            name = word.partition("=")[0]
+            close = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
+            if name.startswith("--") and close and not any(option.startswith(name) for option in options):
+                found[name] = close[0]
+        return found
+
+
+def _default(call: ast.Call) -> Any:
+    """The default of an option; one of None is as good as unknown."""
+    action, default = argument(call, "action"), argument(call, "default")
+    if isinstance(default, ast.Constant) and default.value is not None:
+        is_text = last_name(argument(call, "type")) in ("", "str")
+        return default.value if is_text or not isinstance(default.value, str) else UNREAD
+    return {"store_true": False, "store_false": True}.get(getattr(action, "value", ""), UNREAD)
+
+
+def _as_data(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return {"true": True, "false": False}.get(text.lower(), text)

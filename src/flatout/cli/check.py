@@ -15,7 +15,6 @@ def check(
     script: Path | None = argument("SCRIPT", "The training script, or a notebook."),
     flags: list[str] | None = argument("-- FLAGS", "The script's own flags."),
     config: Path | None = option("FILE", "Its config file: YAML or JSON."),
-    data: Path | None = option("DIR", "Measure how fast this folder can be read (two seconds)."),
     strict: bool = flag("--strict", "Exit with 1 on a warning too."),
     all_lines: bool = flag("--all", "Show the lines that do not apply, or cannot be judged, too."),
     json: str | None = output_file("the list as JSON"),
@@ -32,7 +31,7 @@ def check(
 
     with Sampler() as sampler:
         gpus = sampler.read().gpus
-    result = check_script(script, flags=tuple(flags or ()), config=config, data=data, gpus=gpus or None)
+    result = check_script(script, flags=tuple(flags or ()), config=config, gpus=gpus or None)
     if write_results(json, result.to_json):
         show_checklist(result, console(), all_lines=all_lines)
     if not result.passed(strict=strict):

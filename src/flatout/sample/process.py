@@ -1,19 +1,19 @@
 """The processes of a training: the trainers, their loader workers, and the rest of the tree.
 
 A loader worker is known by the name that torch (since 2.5) or flatout gives it. A trainer holds memory on a GPU, or has
-workers of its own. A process that has adopted a worker whose trainer died, such as init or a shell, is none. Read from
-/proc: on Windows and macOS none are seen.
+started workers. All is read from /proc: on Windows and macOS no processes are seen.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from flatout.redact import redact_text
 from flatout.sample.budget import table_of, text_of
-from flatout.sample.host import Rates
 from flatout.trace import ProcessSample
 
 _LOOK_FOR_NEW_S = 5.0
@@ -24,205 +24,177 @@ _FORK_SERVER = "multiprocessing.forkserver"
 _OUR_FORK_SERVER = "flatout-forksrv"
 
 
+class Rates:
+    """How fast counters grow from one read to the next."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # since the read before; 0 at the first
+        self._read_s = math.inf
+        self._before: dict[str, int] = {}
+        self._now: dict[str, int] = {}
+
+    def next_read(self, now_s: float) -> None:
+        """Another read begins."""
+        self.seconds = max(0.0, now_s - self._read_s)
+        self._read_s = now_s
+        self._before, self._now = self._now, {}
+
+    def a_second(self, name: str, count: int | None, factor: float = 1.0) -> float | None:
+        """How much a counter has grown a second, times a factor; None where that is not known."""
+        if count is None:
+            return None
+        self._now[name] = count
+        if name not in self._before or not self.seconds:
+            return None
+        return factor * max(0, count - self._before[name]) / self.seconds
+
+
 class Tree:
     """The process trees below `roots`; processes come and go between reads."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._proc = Proc(root / "proc")
-        self._known: dict[int, _Process] = {}
-        self._roots: frozenset[int] = frozenset()
-        self._holders: frozenset[int] = frozenset()
-        self._looked_s = -_LOOK_FOR_NEW_S
-        self._pss_s = -_PSS_PAUSE_S
+        self._proc = root / "proc"
+        self._rates = Rates()
+        self._asked: tuple[frozenset[int], frozenset[int]] | None = None
+        self._roles: dict[int, str] = {}
+        self._pss: dict[int, tuple[float, int | None]] = {}  # when it was measured, and how many bytes
+        self._looked_s = self._pss_s = -math.inf
 
     def read(self, now_s: float, roots: Iterable[int], gpu_holders: Iterable[int] = ()) -> tuple[ProcessSample, ...]:
         """Every process in the trees now. `gpu_holders` are the processes known to use a GPU."""
-        asked, holders = frozenset(roots), frozenset(gpu_holders)
-        if asked != self._roots or holders != self._holders or now_s - self._looked_s >= _LOOK_FOR_NEW_S:
-            self._roots, self._holders, self._looked_s = asked, holders, now_s
-            self._look_for_new()
-        self._measure_some_pss(now_s)
-        samples = {pid: process.read(now_s) for pid, process in self._known.items()}
-        self._known = {pid: process for pid, process in self._known.items() if samples[pid] is not None}
-        return tuple(filter(None, samples.values()))
+        asked = frozenset(roots), frozenset(gpu_holders)
+        if asked != self._asked or now_s - self._looked_s >= _LOOK_FOR_NEW_S:
+            self._asked, self._looked_s = asked, now_s
+            self._roles = _roles(self._proc, *asked)
+        if now_s - self._pss_s >= _PSS_PAUSE_S and self._roles:
+            self._measure_some_pss(now_s)
+        self._rates.next_read(now_s)
+        return tuple(filter(None, map(self._sample, self._roles)))
 
     def _measure_some_pss(self, now_s: float) -> None:
-        """A few at first, then one now and then: the one that has waited longest, trainers before their workers."""
-        if now_s - self._pss_s < _PSS_PAUSE_S or not self._known:
-            return
-        first = all(process.pss_s is None for process in self._known.values())
-        waiting = sorted(self._known.values(), key=lambda p: (p.pss_s is not None, p.pss_s or 0.0, p.role != "trainer"))
-        for process in waiting[: _PSS_AT_ONCE if first else 1]:
-            process.measure_pss(now_s)
+        """Measure the share of memory, pages shared with others counted once, of those that have waited longest.
+
+        Several at first, then one at a time; trainers before their workers.
+        """
+        self._pss = {pid: measured for pid, measured in self._pss.items() if pid in self._roles}
+        at_once = 1 if self._pss else _PSS_AT_ONCE
+        waiting = sorted(self._roles, key=lambda p: (self._pss.get(p, (-1.0,))[0], self._roles[p] != "trainer"))
+        for pid in waiting[:at_once]:
+            kib = table_of(f"{self._proc}/{pid}/smaps_rollup").get("Pss:")
+            self._pss[pid] = now_s, kib and 1024 * kib
         self._pss_s = now_s
 
-    def _look_for_new(self) -> None:
-        before, self._known = self._known, {}
-        tree = _below(self._proc, self._roots)
-        for pid, role in _roles(self._proc, tree, self._roots, self._holders).items():
-            self._known[pid] = before.get(pid) or _Process(self._proc.folder / str(pid), pid)
-            self._known[pid].role = role
-
-
-def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
-    """Processes that have loader workers: the trainings that can be seen without asking a GPU."""
-    proc = Proc(root / "proc")
-    workers = [pid for pid in proc.pids() if proc.name(pid) in _WORKER_NAMES]
-    return tuple(sorted(_owners(proc, {pid: proc.parent(pid) for pid in workers})))
-
-
-def process_ids() -> list[int]:
-    """All processes that can be seen."""
-    return Proc(Path("/proc")).pids()
-
-
-def descendants(pid: int) -> set[int]:
-    """The children of a process, their children, and so on."""
-    return _below(Proc(Path("/proc")), frozenset((pid,))).keys() - {pid}
-
-
-def _below(proc: Proc, roots: frozenset[int]) -> dict[int, int]:
-    """The processes in the trees below `roots`, each with its parent."""
-    if not roots:
-        return {}
-    parents = {pid: parent for pid in proc.pids() if (parent := proc.parent(pid)) is not None}
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    tree: dict[int, int] = {}
-    todo = sorted(roots & parents.keys(), reverse=True)
-    while todo:
-        pid = todo.pop()
-        if pid not in tree:
-            tree[pid] = parents[pid]
-            todo += sorted(children.get(pid, ()), reverse=True)
-    return tree
-
-
-def _roles(proc: Proc, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
-    workers = {pid for pid in tree if pid not in roots and proc.name(pid) in _WORKER_NAMES}
-    owners = _owners(proc, {pid: tree[pid] for pid in workers})
-    trainers = (holders | owners) & tree.keys() - workers or roots & tree.keys()
-    return dict.fromkeys(tree, "other") | dict.fromkeys(trainers, "trainer") | dict.fromkeys(workers, "worker")
-
-
-def _owners(proc: Proc, parents: Mapping[int, int | None]) -> set[int]:
-    """The processes that started these workers, not those that adopted an orphan."""
-    owners: set[int] = set()
-    for worker, parent in parents.items():
-        if parent is None:
-            continue
-        owner = _behind_fork_server(proc, parent)
-        if owner not in owners and _has_started(proc, owner, worker):
-            owners.add(owner)
-    return owners
-
-
-def _has_started(proc: Proc, owner: int, worker: int) -> bool:
-    """Whether it is its worker: a fork has the same command line, unless one has changed its own since; then both are
-    Pythons of the same session."""
-    command = proc.command(owner)
-    if command == proc.command(worker):
-        return bool(command)
-    return proc.is_python(owner) and proc.session(owner) == proc.session(worker)
-
-
-def _behind_fork_server(proc: Proc, owner: int) -> int:
-    """The trainer of a worker: its parent, or what started its parent, if that is a fork server."""
-    while _FORK_SERVER in proc.command(owner) or proc.name(owner) == _OUR_FORK_SERVER:
-        owner = proc.parent(owner) or 0
-    return owner
-
-
-class Proc:
-    """What /proc says of a process; None or empty when it is not to be seen."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._parents: dict[int, int] = {}  # a parent changes only when it ends: asked for once
-
-    def has(self, pid: int) -> bool:
-        return (self.folder / str(pid)).exists()
-
-    def pids(self) -> list[int]:
-        if not self.folder.is_dir():  # Windows, macOS
-            return []
-        there = [int(name) for name in os.listdir(self.folder) if name.isdigit()]  # noqa: PTH208 - Paths are slow
-        for gone in self._parents.keys() - set(there):
-            del self._parents[gone]
-        return there
-
-    def parent(self, pid: int) -> int | None:
-        if pid not in self._parents:
-            _, fields = stat_of(f"{self.folder}/{pid}")
-            if not fields:
-                return None
-            self._parents[pid] = int(fields[1])
-        return self._parents[pid]
-
-    def name(self, pid: int) -> str:
-        return text_of(f"{self.folder}/{pid}/comm")
-
-    def command(self, pid: int) -> str:
-        return text_of(f"{self.folder}/{pid}/cmdline")
-
-    def is_python(self, pid: int) -> bool:
-        try:
-            return "python" in os.readlink(f"{self.folder}/{pid}/exe")  # noqa: PTH115 - Paths are slow
-        except OSError:  # somebody else's
-            return "python" in self.command(pid)
-
-    def session(self, pid: int) -> list[str]:
-        return stat_of(f"{self.folder}/{pid}")[1][3:4]
-
-
-def stat_of(folder: str) -> tuple[str, list[str]]:
-    """/proc/PID/stat: the name, which may itself hold spaces and brackets, and the fields behind it."""
-    before, _, behind = text_of(f"{folder}/stat").rpartition(")")
-    return before.partition("(")[2], behind.split()
-
-
-class _Process:
-    """One process, from read to read."""
-
-    def __init__(self, folder: Path, pid: int) -> None:
-        self.role = "other"
-        self._pid = pid
-        self._folder = str(folder)
-        self._rates = Rates()
-        self._pss_bytes: int | None = None
-        self.pss_s: float | None = None
-
-    def measure_pss(self, now_s: float) -> None:
-        """Ask for its share of memory, pages shared with others counted once: costly."""
-        self.pss_s = now_s
-        pss = table_of(f"{self._folder}/smaps_rollup").get("Pss:")
-        self._pss_bytes = None if pss is None else pss * 1024
-
-    def read(self, now_s: float) -> ProcessSample | None:
-        """What it did since the last read; None when it has ended."""
-        name, fields = stat_of(self._folder)
+    def _sample(self, pid: int) -> ProcessSample | None:
+        """What a process did since the last read; None when it has ended."""
+        folder = f"{self._proc}/{pid}"
+        name, fields = _stat(folder)
         if len(fields) < 22 or fields[0] in "ZX":
             return None
         # Of the main thread alone, which trains or loads: how long it waited for a core, and how often it got one.
-        waits = text_of(f"{self._folder}/schedstat").split()
+        waits = text_of(f"{folder}/schedstat").split()
         delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
-        rates = self._rates
-        rates.next_read(now_s)
+        ticks, a_second = int(fields[11]) + int(fields[12]), self._rates.a_second
         return ProcessSample(
-            pid=self._pid,
-            role=self.role,
+            pid=pid,
+            role=self._roles[pid],
             name=redact_text(name),
-            cpu_pct=rates.a_second("ticks", int(fields[11]) + int(fields[12]), 100 / _TICKS_S),
-            run_delay_pct=rates.a_second("delay", delay_ns, 1e-7),
-            rss_bytes=int(fields[21]) * _PAGE_BYTES,
-            pss_bytes=self._pss_bytes,
-            read_bytes_s=rates.a_second("read", table_of(f"{self._folder}/io").get("rchar:")),
-            switches_s=rates.a_second("switches", switches),
+            cpu_pct=a_second(f"{pid} ticks", ticks, 100 / os.sysconf("SC_CLK_TCK")),
+            run_delay_pct=a_second(f"{pid} delay", delay_ns, 1e-7),
+            rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+            pss_bytes=self._pss.get(pid, (0.0, None))[1],
+            read_bytes_s=a_second(f"{pid} read", table_of(f"{folder}/io").get("rchar:")),
+            switches_s=a_second(f"{pid} switches", switches),
             threads=int(fields[17]),
             state=fields[0],
         )
 
 
-if hasattr(os, "sysconf"):  # not on Windows
-    _TICKS_S, _PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
+    """Processes that have loader workers: the trainings that can be seen without asking a GPU."""
+    seen = _look(root / "proc")
+    return tuple(sorted(_owners(root / "proc", seen, {pid for pid in seen if seen[pid].name in _WORKER_NAMES})))
+
+
+def process_ids() -> list[int]:
+    """All processes that can be seen."""
+    return _ids(Path("/proc"))
+
+
+def descendants(pid: int) -> set[int]:
+    """The children of a process, their children, and so on."""
+    return set(_below(_look(Path("/proc")), {pid})) - {pid}
+
+
+class _Seen(NamedTuple):
+    """One process, as /proc lists it."""
+
+    name: str
+    parent: int
+    session: str
+
+
+def _look(proc: Path) -> dict[int, _Seen]:
+    """Every process that can be seen."""
+    stats = {pid: _stat(f"{proc}/{pid}") for pid in _ids(proc)}
+    return {pid: _Seen(name, int(fields[1]), fields[3]) for pid, (name, fields) in stats.items() if fields}
+
+
+def _ids(proc: Path) -> list[int]:
+    if not proc.is_dir():  # Windows, macOS
+        return []
+    return [int(name) for name in os.listdir(proc) if name.isdigit()]  # noqa: PTH208 - Paths are slow
+
+
+def _stat(folder: str) -> tuple[str, list[str]]:
+    """/proc/PID/stat: the name, which may itself hold spaces and brackets, and the fields behind it."""
+    before, _, behind = text_of(f"{folder}/stat").rpartition(")")
+    return before.partition("(")[2], behind.split()
+
+
+def _roles(proc: Path, roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
+    """Each process in the trees below `roots`, and what it is."""
+    seen: dict[int, _Seen] = {}
+    if roots:
+        seen = _look(proc)
+    tree = _below(seen, roots)
+    workers = {pid for pid in tree if pid not in roots and seen[pid].name in _WORKER_NAMES}
+    trainers = (holders | _owners(proc, seen, workers)) & set(tree) - workers or roots & set(tree)
+    return dict.fromkeys(tree, "other") | dict.fromkeys(trainers, "trainer") | dict.fromkeys(workers, "worker")
+
+
+def _below(seen: dict[int, _Seen], roots: Iterable[int]) -> list[int]:
+    """The processes in the trees below `roots`, each before its children."""
+    children: dict[int, list[int]] = {}
+    for pid in sorted(seen, reverse=True):
+        children.setdefault(seen[pid].parent, []).append(pid)
+    tree: dict[int, None] = {}
+    todo = sorted(seen.keys() & set(roots), reverse=True)
+    while todo:
+        pid = todo.pop()
+        if pid not in tree:
+            tree[pid] = None
+            todo += children.get(pid, ())
+    return list(tree)
+
+
+def _owners(proc: Path, seen: dict[int, _Seen], workers: set[int]) -> set[int]:
+    """The processes that started these workers; not those that adopted one whose trainer died, such as init."""
+    owners: set[int] = set()
+    for worker in workers:
+        owner = seen[worker].parent
+        while owner in seen and _is_fork_server(proc, owner, seen[owner].name):
+            owner = seen[owner].parent
+        if owner in seen and seen[owner].session == seen[worker].session and _is_python(proc, owner):
+            owners.add(owner)
+    return owners
+
+
+def _is_fork_server(proc: Path, pid: int, name: str) -> bool:
+    return name == _OUR_FORK_SERVER or _FORK_SERVER in text_of(f"{proc}/{pid}/cmdline")
+
+
+def _is_python(proc: Path, pid: int) -> bool:
+    try:
+        return "python" in os.readlink(f"{proc}/{pid}/exe")  # noqa: PTH115 - Paths are slow
+    except OSError:  # somebody else's
+        return "python" in text_of(f"{proc}/{pid}/cmdline")

@@ -11,10 +11,8 @@ import pytest
 from check_cases import SCRIPTS, check_script, line_of, make_budget, make_gpu
 from rich.console import Console
 
-from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Training, visible_gpus
-from flatout.check.checks import check_disk
+from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, visible_gpus
 from flatout.diagnose.rank_metrics import metrics_of
-from flatout.model.errors import UsageError
 from flatout.model.records import Facts
 from flatout.report.terminal import show_checklist
 from flatout.sample import budget
@@ -49,7 +47,7 @@ def test_check_run_and_doctor_count_the_same_cores_for_loading(tmp_path: Path, a
     measured = budget.measure(tmp_path, {}, affinity=allowed)
     rank = RankTrace(info=RunInfo(name="train", host="node"), facts=Facts(cores_allowed=float(allowed)))
     trace = Trace(ranks=(rank,), samples={})
-    assert metrics_of(trace)[0].spare_cores == measured.cores
+    assert metrics_of(trace)[0].machine.spare_cores == measured.cores
     too_many = check_script(HEALTHY, "--num-workers", "1000", budget=measured)
     assert line_of(too_many, "workers").fix == f"--num-workers {measured.cores}"
 
@@ -72,38 +70,6 @@ def test_only_visible_gpus_count() -> None:
     assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "2"}) == (FOUR[2],)
     assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-3"}) == (FOUR[3],)
     assert line_of(check_script(HEALTHY, gpus=visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": ""})), "GPUs").status == FAIL
-
-
-# ---------------------------------------------------------------- the disk
-
-
-def files_in(folder: Path, count: int) -> Path:
-    for index in range(count):
-        (folder / f"{index}.bin").write_bytes(b"x" * 1000)
-    return folder
-
-
-@pytest.mark.parametrize(("seconds", "status"), [(0.01, OK), (1.0, WARN)])
-def test_a_disk_is_judged_in_batches_a_second(tmp_path: Path, seconds: float, status: str) -> None:
-    training = Training(make_budget(), None, HEALTHY)  # batches of 128
-    ticks = iter([0.0, *[0.0] * 5, seconds])
-    line = check_disk(training, files_in(tmp_path, 5), clock=lambda: next(ticks))
-    assert line is not None
-    assert line.status == status
-    assert f"{5 / seconds:,.0f} files/s" in line.reason
-
-
-def test_reading_stops_when_the_time_is_over(tmp_path: Path) -> None:
-    ticks = iter([0.0, *[3.0] * 50])
-    line = check_disk(Training(make_budget(), None, HEALTHY), files_in(tmp_path, 5), clock=lambda: next(ticks))
-    assert line is not None
-    assert "0 files/s" in line.reason
-
-
-@pytest.mark.parametrize(("name", "complaint"), [("nowhere", "is not a folder"), (".", "holds no files")])
-def test_a_folder_that_cannot_be_read(tmp_path: Path, name: str, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
-        check_disk(Training(make_budget(), None, HEALTHY), tmp_path / name)
 
 
 # ---------------------------------------------------------------- the command
@@ -135,7 +101,6 @@ def test_the_scripts_flags_go_behind_two_dashes(flatout_says: Callable[..., Any]
         ((".",), "is no Python script"),
         (("train.sh",), "the script's flags after --"),
         (("--config", "nowhere.yaml"), "no such file: nowhere.yaml"),
-        (("--data", "nowhere"), "is not a folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

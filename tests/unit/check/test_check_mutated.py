@@ -56,7 +56,7 @@ Mutated = Callable[[str, list[str], int], Iterator[str]]
 
 
 def look_over(script: Path | None, config: Path | None = None) -> object:
-    return check(script, flags=(), config=config, data=None, gpus=None)
+    return check(script, flags=(), config=config, gpus=None)
 
 
 def read_or_refused(read: Callable[[Path], object], path: Path, texts: Iterator[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flatout.sample.host import Host, host_of
+from flatout.sample.hardware import Host, host_of
 from flatout.trace import HostSample
 
 Machine = Callable[[str], Path]

@@ -38,8 +38,14 @@ def plant(root: Path, pid: int, parent: int, *, name: str, command: str, session
     of_parent = above.read_text().rpartition(")")[2].split()[3] if above.exists() else "0"
     stat = [str(pid), f"({name})", "S", str(parent), str(pid), str(session or of_parent), *["0"] * 46]
     (folder / "stat").write_text(" ".join(stat) + "\n")
-    (folder / "comm").write_text(f"{name}\n")
     (folder / "cmdline").write_text("\0".join(command.split(" ")) + "\0")
+
+
+def rename(root: Path, pid: int, name: str) -> None:
+    """Give a recorded process another name."""
+    stat = root / "proc" / str(pid) / "stat"
+    before, _, behind = stat.read_text().rpartition(")")
+    stat.write_text(f"{before.partition('(')[0]}({name}){behind}")
 
 
 def workers_of(root: Path, trainer: int) -> list[int]:
@@ -89,7 +95,7 @@ def test_what_a_process_did_between_two_moments(machine: Machine, trainer: int) 
 def test_ranks_that_hold_memory_on_a_gpu_or_have_workers_are_trainers(machine: Machine, trainer: int) -> None:
     root = machine("vm-cgroup-v1-before")
     for pid in workers_of(root, trainer):
-        (root / "proc" / str(pid) / "comm").write_text("python\n")
+        rename(root, pid, "python")
     command = "python -c spawn_main() --multiprocessing-fork"
     for rank in (90001, 90002):
         plant(root, rank, trainer, name="python", command=command)
@@ -102,7 +108,7 @@ def test_behind_a_fork_server_workers_belong_to_who_started_it(machine: Machine,
     root = machine("vm-cgroup-v1-before")
     server = "python -c from multiprocessing.forkserver import main; main(8, 9)"
     for pid in workers_of(root, trainer):
-        (root / "proc" / str(pid) / "comm").write_text("python\n")
+        rename(root, pid, "python")
     plant(root, 90001, trainer, name="python", command=server)
     plant(root, 90002, 90001, name="pt_data_worker", command=server)
     found = roles(root, [trainer])
