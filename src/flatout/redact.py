@@ -1,5 +1,4 @@
-"""Hides secrets: a command, a setting or a text gets into a trace, a report or onto a terminal by way of this
-file.
+"""Hides secrets: commands, settings and texts pass through here on their way to a trace, a report or a terminal.
 
 A secret is known by the words of its name (`openaiKey`, `--hf-token`, `DB_PASS`) or by the shape of its value
 (`Bearer …`, `ghp_…`, a password in a URL). In doubt it is hidden. What has neither such a name nor such a
@@ -25,22 +24,22 @@ HIDDEN = "***"
 
 def redact_command(words: Sequence[str]) -> tuple[str, ...]:
     """A command without secrets: `--opt value`, `--opt=value`, `NAME=value`, also in a `bash -c "…"`."""
-    return tuple(_listed("", words))
+    return tuple(_redacted_list("", words))
 
 
 def redact_setting(name: str, value: Any) -> Any:
     """A setting as plain data without secrets, also in lists and mappings; of an object its type alone."""
-    if _tells_nothing(value):
+    if _is_blank(value):
         return value
     if _is_secret(name):
         return HIDDEN
     if isinstance(value, int | float):
         return value
     if isinstance(value, Mapping):
-        return _mapped(value)
+        return _redacted_mapping(value)
     if isinstance(value, list | tuple):
-        return _listed(name, value)
-    return _said(name, str(value)) if isinstance(value, str | PurePath | Enum) else type(value).__name__
+        return _redacted_list(name, value)
+    return _redacted_word(name, str(value)) if isinstance(value, str | PurePath | Enum) else type(value).__name__
 
 
 def redact_text(text: str) -> str:
@@ -69,15 +68,15 @@ _LOGINS = {"u", "user", "username", "login", "userpwd"}
 # As in {"name": "password", "value": "x"}.
 _NAMED_BY = {"name", "key", "var", "variable", "env", "field", "header", "option"}
 _VALUED_BY = {"value", "val", "values", "default", "content", "data", "text"}
-_NOTHING = {"", "true", "false", "yes", "no", "none", "null", "value", HIDDEN}
+_BLANK = {"", "true", "false", "yes", "no", "none", "null", "value", HIDDEN}
 
 
-def _tells_nothing(value: Any) -> bool:
-    return value is None or isinstance(value, bool) or (isinstance(value, str) and value.lower() in _NOTHING)
+def _is_blank(value: Any) -> bool:
+    return value is None or isinstance(value, bool) or (isinstance(value, str) and value.lower() in _BLANK)
 
 
-def _said(name: str, text: str) -> str:
-    """A text that is called so."""
+def _redacted_word(name: str, text: str) -> str:
+    """A text of this name."""
     if _is_secret(name):
         return HIDDEN
     login = _LOGIN.fullmatch(text) if _is_login(name) else None
@@ -87,8 +86,8 @@ def _said(name: str, text: str) -> str:
     return f"{pair[1]}={redact_setting(pair[1], pair[2])}" if pair is not None else redact_text(text)
 
 
-def _listed(name: str, items: Sequence[Any]) -> list[Any]:
-    """The items of a list that is called so; they may be a command, or a name and its value."""
+def _redacted_list(name: str, items: Sequence[Any]) -> list[Any]:
+    """The items of a list of this name; they may be a command, or a name and its value."""
     if len(items) == 2 and isinstance(items[0], str) and _is_bare_name(items[0]) and _is_surely_secret(items[0]):
         return [items[0], redact_setting(items[0], items[1])]
     shown, option = [], ""
@@ -104,7 +103,7 @@ def _is_bare_name(text: str) -> bool:
     return _BARE_NAME.fullmatch(text) is not None and redact_text(text) == text
 
 
-def _mapped(values: Mapping[Any, Any]) -> dict[str, Any]:
+def _redacted_mapping(values: Mapping[Any, Any]) -> dict[str, Any]:
     names = (value for key, value in values.items() if str(key).lower() in _NAMED_BY)
     named = next((value for value in names if isinstance(value, str) and _is_secret(value)), "")
     return {
@@ -173,23 +172,22 @@ _ABOUT = _set_of(
 _FILES = _set_of("cfg csv ini json md pem py sh toml txt yaml yml")  # `secret.py:12`
 
 
-@functools.lru_cache(maxsize=4096)
 def _words(name: str) -> tuple[str, ...]:
     return tuple(word.lower() for word in _WORD.findall(name[:200]))
 
 
 def _is_login(name: str) -> bool:
-    """Whether what is called so may be `me:password`."""
+    """Whether the value of this name may be `me:password`."""
     return bool(words := _words(name)) and words[-1] in _LOGINS
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_secret(name: str) -> bool:
-    """Whether what is called so is a secret, by the last part of `db.password` or by one above it."""
+    """Whether the value of this name is a secret, by the last part of `db.password` or by one above it."""
     parts = [words for words in map(_words, name.rpartition("/")[2].split(".")) if words]
     if not parts or parts[-1][-1] in _ABOUT or (len(parts) > 1 and parts[-1][0] in _FILES):
         return False
-    return any(map(_say_a_secret, parts))
+    return any(map(_make_a_secret, parts))
 
 
 def _is_surely_secret(name: str) -> bool:
@@ -197,7 +195,7 @@ def _is_surely_secret(name: str) -> bool:
     return _is_secret(name) and not (len(words := _words(name)) == 1 and words[0] in _ALONE)
 
 
-def _say_a_secret(words: tuple[str, ...]) -> bool:
+def _make_a_secret(words: tuple[str, ...]) -> bool:
     if _ALWAYS.search("_".join(words)):
         return True
     if any(word in _ALWAYS_WORDS or _JOINED.fullmatch(word) for word in words):
@@ -284,6 +282,6 @@ def _without_values(text: str) -> str:
         if name.lower() in _NAMED_BY:  # {"name": "password", "value": "x"}
             known = value if _is_secret(value) else ""
         if found is not None and (_is_secret(name) or _LOGIN.fullmatch(value)):
-            shown.append(value if _tells_nothing(value.strip("\"'")) else _said(name, value))
+            shown.append(value if _is_blank(value.strip("\"'")) else _redacted_word(name, value))
             at = found.end()
     return "".join(shown) + text[at:]

@@ -14,7 +14,7 @@ import pytest
 
 from flatout.model import changes
 from flatout.model.changes import CHANGES, ChangeSpec
-from flatout.model.errors import PlanError
+from flatout.model.errors import UsageError
 from flatout.model.frameworks import BUILD_LOADERS
 from flatout.model.plan import Change, Plan, Safety
 
@@ -43,7 +43,7 @@ def plan(name: str, value: Any, knob: str = "") -> Plan:
     ],
 )
 def test_a_wrong_change_is_named(wrong: Plan, complaint: str) -> None:
-    with pytest.raises(PlanError) as raised:
+    with pytest.raises(UsageError) as raised:
         changes.check(wrong, "plan.yaml")
     assert complaint in str(raised.value)
     assert str(raised.value).startswith("plan.yaml: change 1")
@@ -57,7 +57,7 @@ def value_of(spec: ChangeSpec) -> Any:
 @pytest.mark.parametrize("spec", CHANGES, ids=lambda spec: spec.name)
 def test_a_change_takes_the_values_it_says_and_no_others(spec: ChangeSpec) -> None:
     value = value_of(spec)
-    with pytest.raises(PlanError) if spec.advice_only else contextlib.nullcontext():
+    with pytest.raises(UsageError) if spec.advice_only else contextlib.nullcontext():
         changes.check(plan(spec.name, value, knob="--knob" if spec.knob_only else ""), "plan.yaml")
     assert not any(spec.takes.fit(wrong) for wrong in ("nonsense", -1, None))
     assert str(value).lower() in spec.takes.words or spec.takes.words.startswith("a ")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.model.errors import PlanError
+from flatout.model.errors import UsageError
 from flatout.model.plan import Change, Figure, Outcome, Plan, Safety
 
 PLAN = Plan(
@@ -112,19 +112,19 @@ def test_an_empty_list_of_changes_is_a_plan(tmp_path: Path) -> None:
 def test_a_mistake_is_reported_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(UsageError) as caught:
         Plan.load(path)
     assert str(caught.value).startswith(str(path))
     assert complaint in str(caught.value)
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no such file"):
+    with pytest.raises(UsageError, match="no such file"):
         Plan.load(tmp_path / "none.yaml")
     (tmp_path / "picture").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(PlanError, match="is not text in UTF-8"):
+    with pytest.raises(UsageError, match="is not text in UTF-8"):
         Plan.load(tmp_path / "picture")
-    with pytest.raises(PlanError, match="cannot write"):
+    with pytest.raises(UsageError, match="cannot write"):
         PLAN.save(tmp_path / "no" / "such" / "folder.yaml")
 
 

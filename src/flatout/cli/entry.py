@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
-from flatout.cli.output import send_to_devnull
+from flatout.cli.output import say, send_to_devnull
 from flatout.model.errors import FlatoutError, UsageError
 from flatout.model.formatting import printable
 from flatout.redact import redact_text
@@ -169,7 +169,7 @@ def main() -> None:
     except FlatoutError as problem:
         if problem.__cause__ is not None:  # raised by the user's own code: show where
             where = "".join(traceback.format_exception(problem.__cause__))
-            print(redact_text(where), end="", file=sys.stderr)
+            print(printable(redact_text(where)), end="", file=sys.stderr)
         _exit_with_message(str(problem), problem.exit_code)
     except ModuleNotFoundError as problem:
         extra = _EXTRAS.get(problem.name or "")
@@ -200,5 +200,5 @@ def _open_closed_streams() -> None:
 
 
 def _exit_with_message(text: str, code: int) -> None:
-    print(f"flatout: {printable(' '.join(redact_text(text).split()))}", file=sys.stderr)
+    say(text)
     sys.exit(code)

@@ -34,7 +34,9 @@ def train(
     summary at the end.
     """
     require_linux("train")
-    words = [*(overrides or ()), *(["log.quiet=true"] if quiet else [])]
+    words = list(overrides or ())
+    if quiet:
+        words.append("log.quiet=true")
     if here or "RANK" in os.environ or (explain and gpus == 1):
         from flatout.engine.assemble import main as train_here
 
@@ -52,10 +54,14 @@ def train(
     if not is_file(config):  # a mistake that need not wait for torch
         why = "it is a folder" if is_folder(config) else "there is no such file"
         raise UsageError(f"cannot read {config}: {why}")
-    options = [*(["--preset", preset] if preset is not None else []), *(["--resume"] if resume else [])]
-    options += [*(["--explain"] if explain else []), "--gpus", str(gpus)]
-    command = [sys.executable, "-m", "flatout", "train", "--here", *options, "--", str(config), *words]
-    _launch(command, config.stem, gpus=gpus, quiet=quiet)
+    command = [sys.executable, "-m", "flatout", "train", "--here"]
+    if preset is not None:
+        command += ["--preset", preset]
+    if resume:
+        command.append("--resume")
+    if explain:
+        command.append("--explain")
+    _launch([*command, "--gpus", str(gpus), "--", str(config), *words], config.stem, gpus=gpus, quiet=quiet)
 
 
 def _launch(command: list[str], name: str, *, gpus: int, quiet: bool) -> None:

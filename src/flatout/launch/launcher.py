@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -102,20 +102,19 @@ def run(
     words = [program, *command[1:]]
     if trial is not None:
         return _run_trial(words, options, trial, environment)
-    how: dict[str, Any] = {"env": environment}
-    if ends_with_us:
-        how["preexec_fn"] = end_with_parent
-    with closing(SignalsReceived()) as received, ExitStack() as beside:
+    with closing(SignalsReceived()) as received:
         if measured:
             environment |= received.environment
-            how["pass_fds"] = (received.write_end,)
-        process = _start(words, **how)
+        process = _start(
+            words,
+            env=environment,
+            pass_fds=(received.write_end,) if measured else (),
+            preexec_fn=end_with_parent if ends_with_us else None,
+        )
         if isinstance(process, int):
             return process
-        beside.enter_context(_blocked())
-        if measured:
-            beside.enter_context(_watching(process.pid, options, ask_after_s))
-        code = _wait(process, received)
+        with _blocked(), _watching(process.pid, options, ask_after_s) if measured else nullcontext():
+            code = _wait(process, received)
     if measured:
         _conclude(options, code)
     return code
@@ -139,11 +138,14 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
         )
     if isinstance(process, int):
         return process
+    # A run for a proof is not timed.
+    watching = nullcontext() if trial.fingerprints else _watching(process.pid, options, math.inf)
     try:
-        with _blocked(), ExitStack() as beside:
-            if not trial.fingerprints:  # a run for a proof is not timed
-                beside.enter_context(_watching(process.pid, options, math.inf))
-            return _wait_for_trial(process, trial.timeout_s)
+        with signals_as_ctrl_c(), watching:
+            process.wait(trial.timeout_s)
+        return _exit_code(process)
+    except subprocess.TimeoutExpired:
+        return TIMED_OUT
     finally:
         end(options.folder, process)
         if files is not None:  # after Ctrl-C too
@@ -212,7 +214,8 @@ def _name(command: Sequence[str]) -> str:
     command = redact_command(command)
     scripts = [Path(word.split()[-1]).stem for word in command if word.endswith((".py", ".sh"))]
     modules = [after.rpartition(".")[2] for word, after in pairwise(command) if word == "-m"]
-    return next(iter((*scripts, *modules[-1:], *(Path(word).stem for word in command[:1]))), "") or "run"
+    programs = [Path(word).stem for word in command[:1]]
+    return next(filter(None, (*scripts, *modules[-1:], *programs)), "run")
 
 
 def _make_folder(folder: Path) -> bool:
@@ -261,7 +264,7 @@ def _info(options: Options, pid: int) -> RunInfo:
 
 @contextmanager
 def _watching(pid: int, options: Options, ask_after_s: float) -> Iterator[None]:
-    """Watch a command until it ends. Signals have to be blocked: they are for the thread that waits for them."""
+    """Watch a command until it ends."""
     stop = threading.Event()
     thread = threading.Thread(
         target=_watch, args=(pid, options, ask_after_s, stop), name="flatout-hardware", daemon=True
@@ -445,20 +448,21 @@ def _wait(process: subprocess.Popen[bytes], received: SignalsReceived) -> int:
     return _exit_code(process)
 
 
-def _wait_for_trial(process: subprocess.Popen[bytes], timeout_s: float | None) -> int:
-    """Wait for a trial, which ends when its time is over, or by a signal that would end us."""
-    end_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-    gets_signals = threading.current_thread() is threading.main_thread()
-    while process.poll() is None:
-        left_s = min(1.0, end_s - time.monotonic())
-        if left_s <= 0:
-            return TIMED_OUT
-        if not gets_signals:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(left_s)
-        elif (sent := signal.sigtimedwait(_AWAITED, left_s)) is not None and sent.si_signo in _PASSED_ON:
-            raise KeyboardInterrupt
-    return _exit_code(process)
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """Signals that would end us and leave trials behind raise KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in _PASSED_ON}
+    replaced = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    try:
+        for number in replaced:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int:

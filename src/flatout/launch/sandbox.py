@@ -80,8 +80,7 @@ def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> 
     What was compiled changes no result, and the first trial that compiles spares the others that time.
     """
     near = _near(command[1:])
-    tops = [path.resolve() for path in Path("/").iterdir() if _can_hold_files(path)]
-    beside = [path for path in near if not any(top == path or top in path.parents for top in tops)]
+    tops = [path for path in Path("/").iterdir() if _can_hold_files(path)]
     memory = [path for path in _SHARED_MEMORY.glob("*") if path.is_dir() and not path.is_symlink()]
     home = Path.home()
     precious = [*near, home.resolve()]
@@ -90,7 +89,7 @@ def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> 
     caches = [path for path in (home / ".triton", home / ".nv", extensions) if _is_private(path, precious)]
     return Sandbox(
         scratch=str(scratch.resolve()),
-        cover=tuple(sorted({str(path) for path in (*tops, *beside, *memory, *_overlays_beside(near))})),
+        cover=tuple(sorted({str(path) for path in (*tops, *memory, *_overlays_beside(near))})),
         keep=tuple(str(path.resolve()) for path in (*ours, compiled, *caches)),
         near=tuple(map(str, near)),
         compiled=str(compiled),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flatout.model.errors import PlanError
+from flatout.model.errors import UsageError
 from flatout.model.inputs import did_you_mean, short
 from flatout.model.plan import Change, Plan, Safety
 from flatout.model.records import NO_LOADER, Facts
@@ -383,16 +383,13 @@ def check(plan: Plan, where: str) -> None:
     for number, change in enumerate(plan.changes, 1):
         problem = _problem(change)
         if problem:
-            raise PlanError(f"{where}: change {number} ({change.name}): {problem}")
-
-
-_NO_SETTING = "needs a knob, such as --amp or train.yaml:amp"
+            raise UsageError(f"{where}: change {number} ({change.name}): {problem}")
 
 
 def _problem(change: Change) -> str:
     """Why a change cannot be made as a plan says; empty where it can."""
     if change.name.startswith(SETTING):
-        return _NO_SETTING if not change.knob else ""
+        return "" if change.knob else "needs a knob, such as --amp or train.yaml:amp"
     if change.name not in TO_MAKE:
         return f"flatout knows no such change ({did_you_mean(change.name, (*TO_MAKE, SETTING + 'KEY'))})"
     spec = BY_NAME[change.name]

@@ -3,8 +3,7 @@
 FlatoutError                  the command line prints it as one line and exits with `exit_code`
 ├── UsageError                the person's mistake: a wrong index, path, number or spelling   (exit 2)
 │   ├── OverlayError          a trial cannot be kept from writing, by overlays at least
-│   ├── TraceError            a folder that is not a trace, or one we cannot read
-│   └── PlanError             a plan file we cannot read
+│   └── TraceError            a folder that is not a trace, or one we cannot read
 ├── GateFailed                a gate such as --fail-below said no                              (exit 1)
 │   └── RealWriteError        a trial has written to the person's files
 ├── NotSavedError             the last checkpoint of a training could not be written           (exit 1)
@@ -14,17 +13,6 @@ FlatoutError                  the command line prints it as one line and exits w
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-__all__ = [
-    "FlatoutError",
-    "GateFailed",
-    "NotSavedError",
-    "OverlayError",
-    "PlanError",
-    "RealWriteError",
-    "TraceError",
-    "UsageError",
-]
 
 
 class FlatoutError(Exception):
@@ -45,10 +33,6 @@ class OverlayError(UsageError):
 
 class TraceError(UsageError):
     """A trace that is missing, broken or from another version of the format."""
-
-
-class PlanError(UsageError):
-    """A plan file that cannot be read."""
 
 
 class GateFailed(FlatoutError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flatout.files import write_whole
-from flatout.model.errors import PlanError, UsageError
+from flatout.model.errors import UsageError
 from flatout.model.inputs import LONGEST_KEY, did_you_mean, load_yaml, short, text_of
 
 VERSION = 1
@@ -83,7 +83,7 @@ class Plan:
         try:
             write_whole(path, self.text())
         except OSError as problem:
-            raise PlanError(f"cannot write {path}: {problem.strerror}") from None
+            raise UsageError(f"cannot write {path}: {problem.strerror}") from None
 
     def text(self) -> str:
         """As `save` writes it."""
@@ -94,11 +94,7 @@ class Plan:
     @classmethod
     def load(cls, path: Path) -> Plan:
         """Read a plan that `save` or a person has written."""
-        try:
-            data = load_yaml(text_of(path), str(path))
-        except UsageError as problem:
-            raise PlanError(str(problem)) from None
-        return _plan(data, str(path))
+        return _plan(load_yaml(text_of(path), str(path)), str(path))
 
     def _data(self) -> dict[str, Any]:
         data: dict[str, Any] = {"plan": VERSION, "changes": [_entry(change) for change in self.changes]}
@@ -116,15 +112,15 @@ def _entry(change: Change) -> dict[str, Any]:
 
 def _plan(data: Any, where: str) -> Plan:
     if not isinstance(data, dict):
-        raise PlanError(f"{where} is not a plan: it should begin with 'plan: {VERSION}' and 'changes:'")
+        raise UsageError(f"{where} is not a plan: it should begin with 'plan: {VERSION}' and 'changes:'")
     _check_keys(data, ("plan", "changes"), ("tried",), where)
     if data["plan"] != VERSION:
-        raise PlanError(f"{where}: plan version {short(data['plan'])}, this flatout reads version {VERSION}")
+        raise UsageError(f"{where}: plan version {short(data['plan'])}, this flatout reads version {VERSION}")
     changes = tuple(_change(entry, place) for place, entry in _entries(data, "changes", where))
     names = [change.name for change in changes]
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
-        raise PlanError(f"{where}: {twice} is changed more than once")
+        raise UsageError(f"{where}: {twice} is changed more than once")
     tried = tuple(_tried(entry, place) for place, entry in _entries(data, "tried", where))
     return Plan(changes=changes, tried=tried)
 
@@ -133,17 +129,17 @@ def _entries(data: dict[str, Any], key: str, where: str) -> Iterator[tuple[str, 
     """Each entry of a list, and what to call it."""
     entries = data.get(key) or []
     if not isinstance(entries, list):
-        raise PlanError(f"{where}: {key} must be a list, each entry beginning with '- name:'")
+        raise UsageError(f"{where}: {key} must be a list, each entry beginning with '- name:'")
     return ((f"{where}: {key.removesuffix('s')} {number}", entry) for number, entry in enumerate(entries, 1))
 
 
 def _change(entry: Any, where: str, more: tuple[str, ...] = ()) -> Change:
     if not isinstance(entry, dict):
-        raise PlanError(f"{where} must have a name, a value and a safety (got {short(entry)})")
+        raise UsageError(f"{where} must have a name, a value and a safety (got {short(entry)})")
     _check_keys(entry, ("name", "value", "safety"), (*_OPTIONAL, *more), where)
     name = entry["name"]
     if not isinstance(name, str) or len(name) > LONGEST_KEY:
-        raise PlanError(f"{where}: name must be text of at most {LONGEST_KEY} letters (got {short(name)})")
+        raise UsageError(f"{where}: name must be text of at most {LONGEST_KEY} letters (got {short(name)})")
     safety = _one_of(Safety, entry, "safety", f"{where} ({name})")
     words = {key: str(entry.get(key) or "") for key in _OPTIONAL}
     return Change(name=name, value=entry["value"], safety=safety, **words)
@@ -158,7 +154,7 @@ def _tried(entry: Any, where: str) -> Outcome:
 def _one_of(words: Any, entry: dict[str, Any], key: str, where: str) -> Any:
     known = get_args(words)
     if entry.get(key) not in known:
-        raise PlanError(f"{where}: {key} must be one of {', '.join(known)} (got {short(entry.get(key))})")
+        raise UsageError(f"{where}: {key} must be one of {', '.join(known)} (got {short(entry.get(key))})")
     return entry[key]
 
 
@@ -166,7 +162,7 @@ def _check_keys(data: dict[Any, Any], needed: tuple[str, ...], other: tuple[str,
     known = [*needed, *other]
     for key in data:
         if key not in known:
-            raise PlanError(f"{where}: unknown key {short(key)} ({did_you_mean(str(key), known)})")
+            raise UsageError(f"{where}: unknown key {short(key)} ({did_you_mean(str(key), known)})")
     missing = next((key for key in needed if key not in data), None)
     if missing is not None:
-        raise PlanError(f"{where}: {missing!r} is missing")
+        raise UsageError(f"{where}: {missing!r} is missing")

@@ -70,18 +70,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNoise:
-    """What runs of one plan differ by, as a share (one standard deviation), and how many repeats have shown
-    that."""
+    """What runs of one plan differ by, as a share (one standard deviation), and how many repeats have shown it."""
 
     sd: float
     repeats: int
 
     @classmethod
-    def seen_in(cls, plans: Iterable[Sequence[Measured]], usual: float = USUAL_RUN_NOISE) -> RunNoise:
+    def seen_in(cls, plans: Iterable[Sequence[Measured]]) -> RunNoise:
         """The noise seen in the runs of several plans, each of which ran once or more."""
-        squares, repeats = _ASSUMED_REPEATS * usual**2, 0
+        squares, repeats = _ASSUMED_REPEATS * USUAL_RUN_NOISE**2, 0
         for runs in plans:
-            squares += _squares(runs)
+            squares += _squares(_logs(runs))
             repeats += len(runs) - 1
         return cls(sd=math.sqrt(squares / (_ASSUMED_REPEATS + repeats)), repeats=repeats)
 
@@ -100,14 +99,12 @@ def enough(steps: int, seconds: float, usual: int) -> bool:
 
 
 def warm_up(steps: int) -> int:
-    """How many of a run's first steps do not count: batches lie ready from before, kernels and caches are
-    cold."""
+    """How many of a run's first steps do not count: batches lie ready, kernels and caches are cold."""
     return min(50, steps // 5)
 
 
 def blocks_of(count: int) -> list[slice]:
-    """Where `count` items in a row are cut into blocks of (nearly) one size: eight, or fewer of fewer
-    items."""
+    """Where `count` items in a row are cut into blocks of nearly one size: eight, or fewer of fewer items."""
     blocks = min(BLOCKS, count)
     edges = [block * count // blocks for block in range(blocks + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(edges)]
@@ -132,13 +129,11 @@ def variance_of_mean(means: Sequence[float]) -> float:
     """How far the mean of these block means may be off, squared; infinite of less than two."""
     if len(means) < 2:
         return math.inf
-    mean = mean_of(means)
-    return sum((one - mean) ** 2 for one in means) / (len(means) - 1) / len(means)
+    return _squares(means) / (len(means) - 1) / len(means)
 
 
 def half_width(parts: Iterable[tuple[float, float]]) -> float:
-    """Half the 95% interval of a sum of independent parts, each with its variance and its degrees of
-    freedom."""
+    """Half the 95% interval of a sum of independent parts, each with its variance and degrees of freedom."""
     known = [(variance, freedom) for variance, freedom in parts if variance > 0]
     if not known:
         return 0.0
@@ -151,7 +146,7 @@ def half_width(parts: Iterable[tuple[float, float]]) -> float:
 
 def gain(before: Sequence[Measured], after: Sequence[Measured], noise: RunNoise) -> Gain:
     """How many times as fast `after` is as `before`, each of them one run or more of one plan."""
-    apart = _mean_log(after) - _mean_log(before)
+    apart = mean_of(_logs(after)) - mean_of(_logs(before))
     sure = unsure(before, after, noise)
     return Gain(value=math.exp(apart), low=math.exp(apart - sure), high=math.exp(apart + sure))
 
@@ -162,7 +157,8 @@ def unsure(before: Sequence[Measured], after: Sequence[Measured], noise: RunNois
     runs = sum(1 / len(side) for side in sides)
     if min(map(len, sides)) >= ENOUGH_RUNS:
         freedom = len(before) + len(after) - 2
-        return half_width([(runs * (_squares(before) + _squares(after)) / freedom, freedom)])
+        squares = sum(_squares(_logs(side)) for side in sides)
+        return half_width([(runs * squares / freedom, freedom)])
     steps = [((run.error / len(side)) ** 2, run.freedom) for side in sides for run in side]
     return half_width([*steps, (runs * noise.sd**2, noise.freedom)])
 
@@ -172,13 +168,14 @@ def _student(freedom: float) -> float:
     return _STUDENT[int(freedom)] if freedom < len(_STUDENT) else 1.96 + 2.6 / freedom
 
 
-def _mean_log(runs: Sequence[Measured]) -> float:
-    return mean_of([math.log(run.value) for run in runs])
+def _logs(runs: Sequence[Measured]) -> list[float]:
+    return [math.log(run.value) for run in runs]
 
 
-def _squares(runs: Sequence[Measured]) -> float:
-    mean = _mean_log(runs)
-    return sum((math.log(run.value) - mean) ** 2 for run in runs)
+def _squares(values: Sequence[float]) -> float:
+    """The sum of their squared distances from their mean."""
+    mean = mean_of(values)
+    return sum((value - mean) ** 2 for value in values)
 
 
 # A distribution in bounded memory
@@ -202,16 +199,10 @@ class Sketch:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Sketch:
-        """A sketch of the values that are there; as if they were added one by one, in half the time."""
-        known = [value for value in values if value is not None and -_HUGE < value < _HUGE]
-        if not known:
-            return cls()
-        buckets: dict[int, int] = {}
-        log, ceil = math.log, math.ceil
-        for value in known:
-            bucket = ceil(log(value / _TINY) / _GROWTH) if value > _TINY else _bucket(value)
-            buckets[bucket] = buckets.get(bucket, 0) + 1
-        return cls(len(known), sum(known), sum([v * v for v in known]), min(known), max(known), buckets)
+        """A sketch of the values that are there."""
+        sketch = cls()
+        sketch.extend(values)
+        return sketch
 
     @classmethod
     def merged(cls, sketches: Iterable[Sketch]) -> Sketch:
@@ -234,6 +225,21 @@ class Sketch:
             self.high = value
         bucket = _bucket(value)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + times
+
+    def extend(self, values: Iterable[float | None]) -> None:
+        """Count the values that are there; as if they were added one by one, in half the time."""
+        known = [value for value in values if value is not None and -_HUGE < value < _HUGE]
+        if not known:
+            return
+        buckets, log, ceil = self.buckets, math.log, math.ceil
+        for value in known:
+            bucket = ceil(log(value / _TINY) / _GROWTH) if value > _TINY else _bucket(value)
+            buckets[bucket] = buckets.get(bucket, 0) + 1
+        self.count += len(known)
+        self.total += sum(known)
+        self.squares += sum([v * v for v in known])
+        self.low = min(self.low, min(known))
+        self.high = max(self.high, max(known))
 
     def merge(self, other: Sketch) -> None:
         """Add another sketch's values to this one."""

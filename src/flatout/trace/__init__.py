@@ -9,8 +9,8 @@ Times are seconds of CLOCK_MONOTONIC, the clock all processes of a machine share
 clock readings that ties it to the calendar. A file cut off in mid-line is read up to there; unknown keys are
 ignored; another schema version is refused. A trace of any length stays below 64 MB a file: see `writer`.
 
-    records  what is stored         sketch  quantiles that merge
-    writer   a run → a folder       reader  a folder → a Trace
+    writer   a run → a folder       downsample  how it stays small
+    reader   a folder → a Trace     checked     JSON → records
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -32,7 +32,6 @@ NEIGHBOURS = 2
 WINDOW_STEPS, WINDOW_MS = 50, 500.0  # at least, both
 BYTES_A_LENGTH = 2_500_000
 NAMES_A_WINDOW = 100
-VALUES_AT_ONCE = 1_000
 RAW_SAMPLE_BYTES = 16_000_000
 BYTES_A_STRIDE = 3_000_000
 
@@ -87,15 +86,15 @@ class LightSteps:
         """The place in `events` where each step begins, and where the last one ends."""
         return [0, *(place for place, event in enumerate(self.events, 1) if type(event) is float)]
 
-    def part(self, first: int, end: int) -> list[Step]:
-        """The steps from place `first` up to place `end`."""
-        selected = dataclasses.replace(
+    def step(self, place: int) -> Step:
+        """The step at this place, as a full record."""
+        alone = dataclasses.replace(
             self,
-            first_index=self.first_index + first,
-            start_s=[self.start_s, *self.ends_s][first],
-            events=self.events[self._starts[first] : self._starts[end]],
+            first_index=self.first_index + place,
+            start_s=[self.start_s, *self.ends_s][place],
+            events=self.events[self._starts[place] : self._starts[place + 1]],
         )
-        return list(selected.steps())
+        return next(alone.steps())
 
     def steps(self) -> Iterator[Step]:
         """One by one, as full records."""
@@ -144,17 +143,15 @@ class StepDownsampler:
         """Add a step, or many. What is not plain training (set-up, X-ray, the tail) stays out of the windows."""
         if isinstance(step, Step) and step.kind != "train":
             return self._with_room([step])
-        if self._seen < RAW_STEPS:
-            if isinstance(step, LightSteps):
-                return [record for one in step.steps() for record in self.push(one)]
-            kept = [step]
-            self._seen += 1
+        if self._seen >= RAW_STEPS:
+            raw = self._outliers.among(step)
         elif isinstance(step, LightSteps):
-            kept = self._outliers.among(step.walls_ms, step.part)
+            return [record for one in step.steps() for record in self.push(one)]
         else:
-            kept = self._outliers.among([step.wall_ms], lambda first, end: [step][first:end])
+            raw = [step]
+            self._seen += 1
         self._window.add(step)
-        return self._with_room(kept)
+        return self._with_room(raw)
 
     def _with_room(self, raw: list[Step]) -> list[Step | Window]:
         """Raw steps, as long as there is room for them, and the window if it is full."""
@@ -187,7 +184,7 @@ class _Outliers:
     def __init__(self) -> None:
         self._wall_ms = Sketch()
         self._median_ms: float | None = None
-        self._before: deque[Step] = deque(maxlen=NEIGHBOURS)
+        self._before: deque[tuple[Step | LightSteps, int]] = deque(maxlen=NEIGHBOURS)  # steps, the place in them
         self._after = 0
         self._kept = 0
 
@@ -201,29 +198,24 @@ class _Outliers:
         self._wall_ms.merge(walls_ms)
         self._median_ms = self._wall_ms.quantile(0.5)
 
-    def among(self, walls_ms: list[float], part: Callable[[int, int], list[Step]]) -> list[Step]:
-        """The steps to keep, of those of these lengths and before. `part` makes records of some of them."""
+    def among(self, steps: Step | LightSteps) -> list[Step]:
+        """The steps to keep, of these and of those before."""
         limit_ms, left = OUTLIER * (self._median_ms or math.inf), self._left
-        kept: list[Step] = []
-        kept_to, candidates = 0, walls_ms  # places
-        if not self._after and max(walls_ms) <= limit_ms:
-            candidates = []
-        for place, wall_ms in enumerate(candidates):
+        kept: list[tuple[Step | LightSteps, int]] = []
+        for place, wall_ms in enumerate(steps.walls_ms if isinstance(steps, LightSteps) else [steps.wall_ms]):
             if len(kept) >= left:
                 self._after = 0
-                break
-            if wall_ms > limit_ms:
-                before = list(self._before)
-                kept += before[max(0, len(before) + place - NEIGHBOURS) :]
+            if wall_ms > limit_ms and len(kept) < left:
+                kept += [*self._before, (steps, place)]
                 self._before.clear()
-                kept += part(max(kept_to, place - NEIGHBOURS), place + 1)
-                kept_to, self._after = place + 1, NEIGHBOURS
+                self._after = NEIGHBOURS
             elif self._after:
-                kept += part(place, place + 1)
-                kept_to, self._after = place + 1, self._after - 1
-        self._before.extend(part(max(kept_to, len(walls_ms) - NEIGHBOURS), len(walls_ms)))
+                kept.append((steps, place))
+                self._after -= 1
+            else:
+                self._before.append((steps, place))
         self._kept += len(kept)
-        return kept
+        return [some.step(at) if isinstance(some, LightSteps) else some for some, at in kept]
 
 
 class WindowBuilder:
@@ -232,53 +224,45 @@ class WindowBuilder:
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None  # index, and when it began
         self._last_index = 0
-        self._total_ms = 0.0
-        self._wall_ms = _Values()
-        self._spans_ms: dict[str, _Values] = {}
+        self._wall_ms = Sketch()
+        self._spans_ms: dict[str, Sketch] = {}
         self._idle_ms: dict[str, float] = {}
         self._busy_ms: dict[str, float] = {}
         self._gpu_steps = 0
         self._samples: int | None = None
         self._loss = Sketch()
-        self.steps = 0
+
+    @property
+    def steps(self) -> int:
+        return self._wall_ms.count
 
     def add(self, step: Step | LightSteps) -> None:
         """Add a step, or many."""
         if isinstance(step, LightSteps):
             walls, waits = step.walls_ms, step.waits_ms
             self._add(step.first_index, step.start_s, walls, step.samples or None)
-            self._add_span(step.waiting, waits)
-            self._add_span(step.computing, [wall - wait for wall, wait in zip(walls, waits, strict=True)])
+            self._spans_ms[self._key(step.waiting)].extend(waits)
+            computing_ms = [wall - wait for wall, wait in zip(walls, waits, strict=True)]
+            self._spans_ms[self._key(step.computing)].extend(computing_ms)
             return
         self._add(step.index, step.start_s, [step.wall_ms], step.samples)
         if step.loss is not None:
             self._loss.add(step.loss)
-        on_gpu = False
-        for name, (host_ms, idle_ms, busy_ms) in span_totals(step).items():
-            key = self._add_span(name, [host_ms])
-            for sums, ms in ((self._idle_ms, idle_ms), (self._busy_ms, busy_ms)):
-                if ms is not None:
-                    on_gpu = True
-                    sums[key] = sums.get(key, 0.0) + ms
+        host_ms: dict[str, float] = {}  # twenty small copies count as one
+        for span in step.spans:
+            key = self._key(f"{span.name}@{span.where}" if span.where else span.name)
+            host_ms[key] = host_ms.get(key, 0.0) + span.host_ms
+            if span.gpu_idle_ms is not None:
+                self._idle_ms[key] = self._idle_ms.get(key, 0.0) + span.gpu_idle_ms
+            if span.gpu_busy_ms is not None:
+                self._busy_ms[key] = self._busy_ms.get(key, 0.0) + span.gpu_busy_ms
+        for key, ms in host_ms.items():
+            self._spans_ms[key].add(ms)
+        on_gpu = any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in step.spans)
         self._gpu_steps += on_gpu
 
-    def _add(self, first_index: int, start_s: float, walls_ms: list[float], samples: int | None) -> None:
-        self._first = self._first or (first_index, start_s)
-        self._last_index = first_index + len(walls_ms) - 1
-        self.steps += len(walls_ms)
-        self._total_ms += sum(walls_ms)
-        self._wall_ms.add(walls_ms)
-        if samples is not None:
-            self._samples = (self._samples or 0) + samples
-
-    def _add_span(self, name: str, host_ms: list[float]) -> str:
-        """Count these in; the name under which they were."""
-        key = name_within(self._spans_ms, name)
-        self._spans_ms.setdefault(key, _Values()).add(host_ms)
-        return key
-
     def is_full(self, steps: int) -> bool:
-        return self.steps >= steps and self._total_ms >= WINDOW_MS
+        return self.steps >= steps and self._wall_ms.total >= WINDOW_MS
 
     def window(self) -> Window:
         """The window of all steps added."""
@@ -287,8 +271,8 @@ class WindowBuilder:
             first_index=self._first[0],
             last_index=self._last_index,
             start_s=self._first[1],
-            wall_ms=self._wall_ms.sketch(),
-            spans_ms={name: values.sketch() for name, values in self._spans_ms.items()},
+            wall_ms=self._wall_ms,
+            spans_ms=self._spans_ms,
             gpu_steps=self._gpu_steps,
             gpu_idle_ms=self._idle_ms,
             gpu_busy_ms=self._busy_ms,
@@ -296,23 +280,19 @@ class WindowBuilder:
             loss=self._loss,
         )
 
+    def _add(self, first_index: int, start_s: float, walls_ms: list[float], samples: int | None) -> None:
+        self._first = self._first or (first_index, start_s)
+        self._last_index = first_index + len(walls_ms) - 1
+        self._wall_ms.extend(walls_ms)
+        if samples is not None:
+            self._samples = (self._samples or 0) + samples
 
-class _Values:
-    """Values on their way into a sketch: many at once take half the time, and few wait in memory."""
-
-    def __init__(self) -> None:
-        self._waiting: list[float] = []
-        self._counted = Sketch()
-
-    def add(self, values: list[float]) -> None:
-        self._waiting += values
-        if len(self._waiting) > VALUES_AT_ONCE:
-            self.sketch()
-
-    def sketch(self) -> Sketch:
-        self._counted.merge(Sketch.of(self._waiting))
-        self._waiting.clear()
-        return self._counted
+    def _key(self, name: str) -> str:
+        """The name under which a span is counted: there is a sketch for it."""
+        key = name_within(self._spans_ms, name)
+        if key not in self._spans_ms:
+            self._spans_ms[key] = Sketch()
+        return key
 
 
 def window_of(steps: list[Step]) -> Window:
@@ -328,26 +308,6 @@ def name_within(known: Mapping[str, object], name: str) -> str:
     if name in known or len(known) < NAMES_A_WINDOW:
         return name
     return name.partition("@")[0]
-
-
-def span_totals(step: Step) -> dict[str, tuple[float, float | None, float | None]]:
-    """Host, GPU-idle and GPU-busy milliseconds of a step by span name, so that twenty small copies count as
-    one.
-
-    Synchronizing calls are told apart by their line.
-    """
-    totals: dict[str, tuple[float, float | None, float | None]] = {}
-    for span in step.spans:
-        key = span.name
-        if span.where:
-            key = f"{span.name}@{span.where}"
-        host_ms, idle_ms, busy_ms = totals.get(key, (0.0, None, None))
-        if span.gpu_idle_ms is not None:
-            idle_ms = (idle_ms or 0.0) + span.gpu_idle_ms
-        if span.gpu_busy_ms is not None:
-            busy_ms = (busy_ms or 0.0) + span.gpu_busy_ms
-        totals[key] = (host_ms + span.host_ms, idle_ms, busy_ms)
-    return totals
 
 
 class SampleDownsampler:
@@ -382,10 +342,7 @@ def mean_of(samples: list[Sample]) -> Sample:
     if len(samples) == 1:
         return last
     mean = _mean([(sample, sample.interval_s) for sample in samples])
-    gpus = tuple(dataclasses.replace(gpu, pulses=gpu.pulses[:: len(samples)]) for gpu in mean.gpus)
-    return dataclasses.replace(
-        mean, time_s=last.time_s, interval_s=sum(sample.interval_s for sample in samples), gpus=gpus
-    )
+    return dataclasses.replace(mean, time_s=last.time_s, interval_s=sum(sample.interval_s for sample in samples))
 
 
 def _mean(weighted: list[tuple[T, float]]) -> T:
@@ -396,7 +353,7 @@ def _mean(weighted: list[tuple[T, float]]) -> T:
         values = [(getattr(record, field.name), length) for record, length in weighted]
         known = [(value, length) for value, length in values if value is not None]
         if field.name == "pulses":
-            means[field.name] = tuple(pulse for pulses, _ in known for pulse in pulses)
+            means[field.name] = tuple(pulse for pulses, _ in known for pulse in pulses)[:: len(known)]
         elif known and field.name not in _NOT_AVERAGED:
             means[field.name] = _mean_value(known)
     result: T = dataclasses.replace(last, **means)
@@ -407,11 +364,10 @@ def _mean_value(weighted: list[tuple[Any, float]]) -> Any:
     """The mean of numbers, of records, or of items of the same kind, one by one; of all else the last."""
     last = weighted[-1][0]
     if isinstance(last, int | float):
-        if not any(
-            length for _, length in weighted
-        ):  # the very first sample covers no time: it counts where it is alone
-            weighted = [(value, 1.0) for value, _ in weighted]
-        mean = sum(value * length for value, length in weighted) / sum(length for _, length in weighted)
+        covered_s = sum(length for _, length in weighted)
+        if not covered_s:  # the very first sample
+            return last
+        mean = sum(value * length for value, length in weighted) / covered_s
         return round(mean) if all(isinstance(value, int) for value, _ in weighted) else mean
     if dataclasses.is_dataclass(last):
         return _mean(weighted)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -42,9 +42,8 @@ MOST_IN_MEMORY = 400_000_000  # bytes, about: enough for some hundred million st
 LONGEST_LINE = 4_000_000  # bytes
 _BYTES_A_VALUE = 60  # in memory, beside its text
 _VALUES = (b",", b":", b"[", b"{")  # a value follows each of them
-# A line that does not match has no control character.
-_CONTROL = re.compile(rb"\\u(00|20)|\\[bf]|[\x7f-\xff]")
-_LAST_COUNTS = (FactsRecord, Xray, Stacks, End)
+# A line that does not match has no control character, and no half of a character, which cannot be written again.
+_UNSAFE = re.compile(rb"\\u(00|20|d)|\\[bf]|[\x7f-\xff]", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +86,7 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
     files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith(("workers-", "proof-")))
     if not files:
         raise _no_trace(folder)
-    found: list[RankTrace] = []
-    machines: list[RunInfo] = []
-    samples: dict[str, tuple[Sample, ...]] = {}
-    notes: list[Note] = []
-    ends: list[End] = []
+    parts: list[Trace] = []
     room = MOST_IN_MEMORY
     # Large files may use the room that small ones leave.
     for place, path in enumerate(sorted(files, key=_size)):
@@ -101,30 +96,23 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
             continue  # a full disk leaves an empty file; the other files still count
         if ranks is not None and info.rank is not None and info.rank not in ranks:
             continue
-        by_kind: dict[type[Any], list[Any]] = {kind: [] for kind in KINDS.values()}
-        for record in file.records():
-            kept = by_kind[type(record)]
-            if isinstance(record, _LAST_COUNTS):
-                kept.clear()
-            kept.append(record)
-        if info.rank is None:
-            machines.append(info)
-            samples[info.host] = tuple(by_kind[Sample])
-            notes += [*by_kind[Note], *file.remarks(info)]
-            ends += by_kind[End]
-        else:
-            # Of these only the last of each worker is kept.
-            beside = _File(folder / f"workers-{info.rank:05d}.jsonl", room // 4, a_value=0)
-            workers, stacks = _workers(beside)
-            by_kind[Stacks] += stacks
-            by_kind[Note] += [*file.remarks(info), *beside.remarks(info)]
-            found.append(_rank(info, by_kind, workers))
-            room -= beside.taken
+        records = file.by_kind()
+        records[Note] += file.remarks(info)
         room -= file.taken
-    if not found and not machines:
+        if info.rank is None:
+            parts.append(_machine(info, records))
+            continue
+        beside = _File(folder / f"workers-{info.rank:05d}.jsonl", room // 4, a_value=0)
+        if beside.path.exists():
+            by_worker = beside.by_kind()
+            records[WorkerReport] = by_worker[WorkerReport]
+            records[Stacks] += by_worker[Stacks]
+            records[Note] += beside.remarks(info)
+            room -= beside.taken
+        parts.append(Trace(ranks=(_rank(info, records),), samples={}))
+    if not parts:
         raise TraceError(f"{folder} is not a trace: its .jsonl files are empty")
-    found.sort(key=lambda r: r.info.rank or 0)
-    return Trace(ranks=tuple(found), machines=tuple(machines), samples=samples, notes=tuple(notes), end=_worst(ends))
+    return _joined(parts)
 
 
 def _no_trace(folder: Path) -> TraceError:
@@ -135,18 +123,17 @@ def _no_trace(folder: Path) -> TraceError:
     return TraceError(f"{folder} is not a trace itself: it holds {len(inside)}, the newest is {newest}")
 
 
-def _worst(ends: Iterable[End]) -> End | None:
-    """Of several machines one on which the command failed, if there is one."""
-    return max(ends, key=lambda end: bool(end.exit_code), default=None)
-
-
 def merge(*traces: Trace) -> Trace:
     """One trace of several: the ranks and machines of all of them. A rank recorded twice is refused."""
-    ranks = sorted((r for trace in traces for r in trace.ranks), key=lambda r: r.info.rank or 0)
-    numbers = [r.info.rank for r in ranks]
+    numbers = [r.info.rank for trace in traces for r in trace.ranks]
     twice = sorted({n for n in numbers if n is not None and numbers.count(n) > 1})
     if twice:
         raise TraceError(f"cannot join these traces: rank {twice[0]} is in more than one of them")
+    return _joined(traces)
+
+
+def _joined(traces: Sequence[Trace]) -> Trace:
+    ranks = sorted((r for trace in traces for r in trace.ranks), key=lambda r: r.info.rank or 0)
     by_time: dict[str, dict[float, Sample]] = {}
     for trace in traces:
         for host, taken in trace.samples.items():
@@ -154,7 +141,9 @@ def merge(*traces: Trace) -> Trace:
     samples = {host: tuple(taken[time_s] for time_s in sorted(taken)) for host, taken in by_time.items()}
     machines = {info.host: info for trace in traces for info in trace.machines}
     notes = tuple(dict.fromkeys(note for trace in traces for note in trace.notes))
-    end = _worst(trace.end for trace in traces if trace.end is not None)
+    # Of several machines one on which the command failed, if there is one.
+    ends = (trace.end for trace in traces if trace.end is not None)
+    end = max(ends, key=lambda end: bool(end.exit_code), default=None)
     return Trace(ranks=tuple(ranks), machines=tuple(machines.values()), samples=samples, notes=notes, end=end)
 
 
@@ -169,43 +158,37 @@ def read_summaries(folder: Path) -> tuple[Summary, ...]:
     return tuple(summary for _, summary in found if summary is not None)
 
 
-def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[WorkerReport, ...]) -> RankTrace:
+def _machine(info: RunInfo, records: dict[type[Any], list[Any]]) -> Trace:
+    return Trace(
+        machines=(info,),
+        samples={info.host: tuple(records[Sample])},
+        notes=tuple(records[Note]),
+        end=next(iter(records[End]), None),
+    )
+
+
+def _rank(info: RunInfo, records: dict[type[Any], list[Any]]) -> RankTrace:
     """A run that was cut off leaves raw steps after its last window: if all are there, they become one."""
-    steps, windows = by_kind[Step], by_kind[Window]
-    rest = steps
+    steps, windows = records[Step], records[Window]
+    first = steps[0].index if steps else 0
     if windows:
-        rest = [step for step in steps if step.index > windows[-1].last_index]
-    if rest:
-        first = rest[0].index
-        if windows:
-            first = windows[-1].last_index + 1
-        whole = [step.index for step in rest] == list(range(first, first + len(rest)))
-        training = [step for step in rest if step.kind == "train"]
-        if whole and training:
-            windows = [*windows, window_of(training)]
+        first = windows[-1].last_index + 1
+    rest = [step for step in steps if step.index >= first]
+    whole = [step.index for step in rest] == list(range(first, first + len(rest)))
+    training = [step for step in rest if step.kind == "train"]
+    if whole and training:
+        windows = [*windows, window_of(training)]
     return RankTrace(
         info=info,
         steps=tuple(steps),
         windows=tuple(windows),
-        notes=tuple(by_kind[Note]),
-        facts=next((record.values for record in by_kind[FactsRecord]), Facts()),
-        xray=next(iter(by_kind[Xray]), None),
-        workers=workers,
-        stacks=tuple(by_kind[Stacks]),
-        end=next(iter(by_kind[End]), None),
+        notes=tuple(records[Note]),
+        facts=next((record.values for record in records[FactsRecord]), Facts()),
+        xray=next(iter(records[Xray]), None),
+        workers=tuple(records[WorkerReport]),
+        stacks=tuple(records[Stacks]),
+        end=next(iter(records[End]), None),
     )
-
-
-def _workers(file: _File) -> tuple[tuple[WorkerReport, ...], tuple[Stacks, ...]]:
-    """The last report of each loader worker of a rank, and where its time went by line."""
-    reports: dict[tuple[int, float], WorkerReport] = {}
-    stacks: dict[tuple[int, str | None], Stacks] = {}
-    for record in file.records() if file.path.exists() else ():
-        if isinstance(record, WorkerReport):
-            reports[record.pid, record.born_s] = record
-        elif isinstance(record, Stacks):
-            stacks[record.pid, record.dataset] = record
-    return tuple(reports.values()), tuple(stacks.values())
 
 
 def _size(path: Path) -> int:
@@ -249,7 +232,15 @@ class _File:
         except ValueError as problem:
             raise TraceError(f"{refused}is damaged ({problem})") from None
 
-    def records(self) -> Iterator[Record]:
+    def by_kind(self) -> dict[type[Any], list[Any]]:
+        """The records of each kind; of those that are written again and again, the last."""
+        found: dict[type[Any], dict[object, Record]] = {kind: {} for kind in KINDS.values()}
+        for record in self._records():
+            of_its_kind = found[type(record)]
+            of_its_kind[_replaced_by(record) or len(of_its_kind)] = record
+        return {kind: list(records.values()) for kind, records in found.items()}
+
+    def _records(self) -> Iterator[Record]:
         """The records of known kinds; a damaged one is skipped and counted."""
         for line in self._lines:
             try:
@@ -305,12 +296,19 @@ class _File:
             self.taken += len(part)
 
 
+def _replaced_by(record: Record) -> object:
+    """What a later record that replaces this one has in common with it; None where none does."""
+    if isinstance(record, WorkerReport):
+        return record.pid, record.born_s
+    if isinstance(record, Stacks):
+        return record.pid, record.dataset
+    return type(record) if isinstance(record, FactsRecord | Xray | End) else None
+
+
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
         data = json.loads(line.decode("utf-8", "replace"), parse_constant=_refused)
-        if b"\\ud" in line.lower():  # half a character cannot be written again
-            data = json.loads(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
-        if _CONTROL.search(line):
+        if _UNSAFE.search(line):
             data = _printable(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -324,11 +322,11 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _printable(data: Any) -> Any:
     """The same, with text that is safe to show in a terminal."""
     if isinstance(data, dict):
-        return {printable(key): _printable(value) for key, value in data.items()}
+        return {_printable(key): _printable(value) for key, value in data.items()}
     if isinstance(data, list):
         return [_printable(item) for item in data]
     if isinstance(data, str):
-        return printable(data)
+        return printable(data.encode("utf-8", "replace").decode())
     return data
 
 

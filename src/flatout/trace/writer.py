@@ -36,7 +36,7 @@ CLOSE_WITHIN_S = 30.0  # a network disk that hangs must not hang the end of a tr
 class TraceWriter:
     """One file of a trace and its summary. Use as a context manager, or call `close`."""
 
-    def __init__(self, folder: Path, info: RunInfo, *, max_pending: int = MAX_PENDING) -> None:
+    def __init__(self, folder: Path, info: RunInfo) -> None:
         stem = _stem(info)
         self.path = folder / f"{stem}.jsonl"
         self.error: str | None = None
@@ -45,7 +45,6 @@ class TraceWriter:
         self._file = _create(self.path)
         self._lines: list[bytes] = []
         self._pending: deque[Record | LightSteps] = deque()
-        self._max_pending = max_pending
         self._refused = 0  # counted where `write` is called
         self._unwritten = 0  # counted on the writer's thread
         self._bytes = 0
@@ -76,7 +75,7 @@ class TraceWriter:
         """Queue one record. Returns at once and never raises."""
         if os.getpid() != self._pid:
             return
-        if len(self._pending) >= self._max_pending or self._closing:
+        if len(self._pending) >= MAX_PENDING or self._closing:
             self._refused += 1
         else:
             self._pending.append(record)
@@ -132,7 +131,7 @@ class TraceWriter:
         """Queue the line of one record; its length in bytes, or 0 if there is no room."""
         if isinstance(record, Window):
             _count(self._totals, record)
-        line = (_as_json(encode(record)) + "\n").encode("ascii")
+        line = _line(record)
         if self.error or self._bytes + len(line) > MAX_BYTES:
             self._unwritten += 1
             return 0
@@ -204,11 +203,15 @@ def _summary_within(most_bytes: int, totals: Summary) -> bytes:
 def note_end(folder: Path, info: RunInfo, end: End) -> None:
     """Append how a command ended to the recording of its machine, after that was closed, or to a new one."""
     path = folder / f"{_stem(info)}.jsonl"
-    records: tuple[Record, ...] = (info, end)
-    if path.exists():
-        records = (end,)
+    lines = _line(end)
+    if not path.exists():
+        lines = _line(info) + lines
     with path.open("ab") as file:
-        file.write(b"".join((_as_json(encode(record)) + "\n").encode("ascii") for record in records))
+        file.write(lines)
+
+
+def _line(record: Record) -> bytes:
+    return (_as_json(encode(record)) + "\n").encode("ascii")
 
 
 def _stem(info: RunInfo) -> str:

@@ -96,7 +96,8 @@ def test_a_disk_that_hangs_costs_records_not_time(tmp_path: Path, monkeypatch: p
     file = StuckFile(tmp_path / "rank-00000.jsonl")
     monkeypatch.setattr(writer_module, "_create", lambda _path: file)
     monkeypatch.setattr(writer_module, "WRITE_EVERY_S", 0.001)
-    with TraceWriter(tmp_path, INFO, max_pending=10) as writer:
+    monkeypatch.setattr(writer_module, "MAX_PENDING", 10)
+    with TraceWriter(tmp_path, INFO) as writer:
         file.answers.clear()
         file.asked.clear()
         writer.write(a_step(0))
@@ -156,7 +157,8 @@ from pathlib import Path
 from flatout.trace import RunInfo, Step, TraceWriter, writer
 signal.alarm(30)
 writer.WRITE_EVERY_S = 3600.0
-trace = TraceWriter(Path(sys.argv[1]), RunInfo(name="demo", rank=0), max_pending=2)
+writer.MAX_PENDING = 2
+trace = TraceWriter(Path(sys.argv[1]), RunInfo(name="demo", rank=0))
 trace.write(Step(index=0, start_s=0.0, wall_ms=10.0))
 with trace._wake._cond:
     child = os.fork()
