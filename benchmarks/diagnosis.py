@@ -408,7 +408,7 @@ def verdict(script: Script, folder: Path, problem: str) -> dict[str, Any]:
         "title": found[0].title if found else None,
         "steps": metrics.breakdown.steps,
         "shares": {part.name: round(part.share, 3) for part in metrics.breakdown.training if part.share >= 0.01},
-        "cores_busy_with_others": metrics.cores_others,
+        "cores_busy_with_others": metrics.machine.cores_others,
         "problem": problem,
     }
 

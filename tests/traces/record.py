@@ -858,8 +858,8 @@ def look_at(folder: Path) -> tuple[float, float, list[tuple[str, float, float]]]
 
     recorded = trace.read(folder)
     found = [(finding.code, finding.share, finding.gain_high) for finding in diagnose(recorded)]
-    case = metrics_of(recorded)[0]
-    return case.cores_others or 0.0, case.trainer_delay or 0.0, found
+    machine = metrics_of(recorded)[0].machine
+    return machine.cores_others or 0.0, machine.trainer_delay or 0.0, found
 
 
 def thin(folder: Path) -> None:

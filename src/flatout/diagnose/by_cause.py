@@ -10,41 +10,31 @@ Training's time lies in pools: the GPU's idle time by phase, and its useful time
 other, the surest first, so no time is charged twice and the charges add up to one. A finding promises at most what
 taking away its charge gives; all of them together then promise at most wall time ÷ useful time.
 
-The gains are keyword arguments of a Finding: a range of factors of speed. Its upper end is what the evidence leaves
-room for, its lower end what the evidence makes sure of, 1.0 for nothing.
-
-Without a GPU everything shares the processor, and removing one thing frees it for the rest. Workers that have less to
-do leave their cores to training: that time is measured, and charged with the wait for them. What runs beside the step
-also takes caches and memory from it, which no clock tells apart: the upper ends leave room for it (`BESIDE`).
+Without a GPU everything shares the processor. Workers that have less to do leave their cores to training: that time is
+measured, and charged with the wait for them. What runs beside the step also takes caches and memory from it, which no
+clock tells apart: the upper ends leave room for it (`BESIDE`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from flatout.diagnose.breakdown import REST, UNSPLIT, Part
+from flatout.diagnose.breakdown import COMPUTING, REST, UNSPLIT, Part
+from flatout.diagnose.gains import factor
 from flatout.diagnose.rank_metrics import LAUNCHING, MAX_SAVED, RankMetrics
 from flatout.model.causes import Finding
 
 Kind = Literal["useful", "idle", "wasteful", "measuring", "remainder"]
 
-MIN_SHARE = 0.03  # of the time: a cause that takes less is not reported
 USEFUL, LAUNCH = "useful work", "launch"  # pools beside the phases
-FROM_KERNELS = "model of the kernels"
-FROM_CORES = ", with the cores that loading takes from training"
 # Without a GPU, a cause that takes all of the time but a moment makes that moment take so much longer, a small one
 # accordingly less. Of the faults of benchmarks/truth.py it was 0 to 0.6 of its share of the time.
 BESIDE = 0.4
-FROM_BESIDE = ", with what it takes from the rest of the step"
-LOADER_LIMITS = ", as far as the loader can follow"
-FROM_CEILING, FROM_STEP, FROM_TIME = "measured ceiling", "model of the step", "share of the time"
-_SUPPLY_ERROR = 1.05  # workers were timed while they shared the cores
-_OWN = "flatout"
-_COMPUTES = ("forward", "loss", "backward", "optimizer", "copy", "held")
+_NO_WAIT = (*COMPUTING, "copy", "held", "flatout")  # phases that keep no GPU waiting
 _MOST_OF_USEFUL = 0.95  # that one finding may call wasteful
 _LEAST = 0.005  # of the time: less is part of the remainder
 # The pools a finding takes from, by how its code begins; those of no entry take from the useful time.
@@ -87,16 +77,6 @@ class CauseAccount:
         """What removing a share of the time gives at most."""
         return factor(share) / (1 - self.beside * min(MAX_SAVED, share))
 
-    @property
-    def useful(self) -> float:
-        """The share of useful work."""
-        return sum(charge.share for charge in self.charges if charge.kind == "useful")
-
-    @property
-    def remainder(self) -> float:
-        """The share that no cause explains."""
-        return sum(charge.share for charge in self.charges if charge.kind == "remainder")
-
     def share_of(self, finding: Finding) -> float:
         """The share of time that a finding is charged with: 0 where others explain all of it."""
         return sum(charge.share for charge in self.charges if charge.name == finding.title)
@@ -115,29 +95,37 @@ class CauseAccount:
             low = min(low, 1 + (low - 1) * (high - 1) / (finding.gain_high - 1))
         derived = finding.derived
         if high > 1 and high == factor(share) and self.beside:
-            high, derived = self.most(share), derived + FROM_BESIDE
+            high = self.most(share)
+            derived += ", with what it takes from the rest of the step"
         return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(low, high), derived=derived)
+
+
+class _Pools(dict[str, float]):
+    """The shares of the time that no cause is charged with yet."""
+
+    def take(self, most: float, *names: str) -> float:
+        """Take at most so much from these pools, one after the other. Returns how much there was."""
+        taken = 0.0
+        for name in names:
+            part = min(self.get(name, 0.0), most)
+            self[name] = self.get(name, 0.0) - part
+            most -= part
+            taken += part
+        return taken
 
 
 def by_cause(metrics: RankMetrics, findings: Sequence[Finding]) -> CauseAccount:
     """The account of one rank."""
-    pools = _idle_by_phase(metrics)
-    measuring = pools.pop(_OWN, 0.0)
+    measuring, pools = metrics.share("flatout"), _Pools(_idle_by_phase(metrics))
     useful = pools[USEFUL] = max(0.0, 1.0 - sum(pools.values()) - measuring)
     charges = [Charge(kind="measuring", name="flatout's own work", share=measuring)]
     for finding in sorted(findings, key=_turn):
-        share = 0.0
-        for pool, most in _wants(finding, metrics, pools, useful):
-            taken = min(pools.get(pool, 0.0), most)
-            pools[pool] = pools.get(pool, 0.0) - taken
-            share += taken
-        if share >= _LEAST:
-            kind: Kind = "idle"
-            if finding.code.startswith(_WASTEFUL) and not _lacks_cores(finding):
-                kind = "wasteful"
-            charges.append(Charge(kind=kind, name=finding.title, share=share, code=finding.code, where=finding.where))
-        else:
+        share = _taken_by(finding, metrics, pools, useful)
+        if share < _LEAST:
             pools[USEFUL] += share
+            continue
+        kind: Kind = "wasteful" if finding.code.startswith(_WASTEFUL) and not _lacks_cores(finding) else "idle"
+        charges.append(Charge(kind=kind, name=finding.title, share=share, code=finding.code, where=finding.where))
     left = pools.pop(USEFUL)
     charges += [Charge(kind="idle", name=phase, share=share) for phase, share in pools.items() if share >= _LEAST]
     charges = sorted((charge for charge in charges if charge.share), key=lambda charge: -charge.share)
@@ -152,17 +140,17 @@ def _idle_by_phase(metrics: RankMetrics) -> dict[str, float]:
     """The share of the time in which the GPU stands idle, by phase; without a GPU, what is no computing."""
     idle: dict[str, float] = {}
     for part in metrics.breakdown.training:
-        if part.name not in _COMPUTES:
+        if part.name not in _NO_WAIT:
             idle[part.name] = idle.get(part.name, 0.0) + _idle_share(metrics, part)
     own_code = sum(metrics.own_code_inside.values())
     if metrics.on_gpu:
         launch = metrics.waits_for_launches(*(phase for phase in LAUNCHING if phase not in idle))
         if metrics.busy_share is not None:  # between its events the GPU may work longer than it seems
-            room, own = 1.0 - metrics.busy_share, idle.pop(_OWN, 0.0)
+            room = 1.0 - metrics.busy_share
             scale = min(1.0, room / (sum(idle.values()) or 1.0))
             idle = {phase: share * scale for phase, share in idle.items()}
-            launch = max(0.0, min(launch, room - sum(idle.values()) - own))  # an X-ray slows the host down
-            idle[_OWN] = own
+            room -= sum(idle.values()) + metrics.share("flatout")
+            launch = max(0.0, min(launch, room))  # an X-ray slows the host down
         own_code = min(own_code, launch)
         idle[LAUNCH] = launch - own_code
     if own_code:
@@ -171,10 +159,8 @@ def _idle_by_phase(metrics: RankMetrics) -> dict[str, float]:
 
 
 def _idle_share(metrics: RankMetrics, part: Part) -> float:
-    if not metrics.on_gpu or part.name == _OWN:
-        return part.share
-    if part.name in ("evaluation", "checkpoint"):
-        return part.share  # whatever the GPU does in it, it does not train
+    if not metrics.on_gpu or part.name in ("evaluation", "checkpoint"):
+        return part.share  # whatever the GPU does in them, it does not train
     if part.gpu_idle_ms is not None and part.ms:
         return part.share * min(1.0, part.gpu_idle_ms / part.ms)
     saved = metrics.saved_without(part.name)
@@ -204,104 +190,36 @@ def _cause(finding: Finding) -> str:
     return str(finding.evidence.get("cause", finding.code)) if finding.code == "config.ignored" else finding.code
 
 
-def _wants(
-    finding: Finding, metrics: RankMetrics, pools: dict[str, float], useful: float
-) -> Iterable[tuple[str, float]]:
-    """How much a finding takes from which pools, at most."""
-    cause = _cause(finding)
+def _taken_by(finding: Finding, metrics: RankMetrics, pools: _Pools, useful: float) -> float:
+    """The share of the time that a finding takes from the pools."""
     if _lacks_cores(finding):
-        for pool in pools:
-            waits = pools[pool] * finding.share
-            if pool == "data" and metrics.workers:
-                waits = math.inf  # workers that have no core are late
-            elif pool == USEFUL and metrics.on_gpu and metrics.steps_with_events:
-                waits = 0.0  # the GPU was seen to be at work
-            yield pool, waits
-        return
+        return _taken_by_others(finding, metrics, pools)
+    cause, share, most = _cause(finding), 0.0, math.inf
     names = next((names for begin, names in _POOLS.items() if cause.startswith(begin)), (USEFUL,))
-    if names[0] in metrics.beside_pauses:
-        yield REST, sum(metrics.beside_pauses[names[0]].values())
-    left = math.inf
     if cause == "drift.slower":
         names = (finding.evidence["grows_most"].replace(UNSPLIT, REST), USEFUL)
-    if cause in _FREES_CORES:
-        yield USEFUL, min(pools[USEFUL], cores_freed(metrics))
+    elif names[0] in metrics.beside_pauses:
+        share += pools.take(sum(metrics.beside_pauses[names[0]].values()), REST)
+    elif cause in _FREES_CORES:
+        share += pools.take(metrics.machine.held_up_by_workers, USEFUL)
     if cause == "data.worker-start":
-        left = min(finding.share, metrics.start_share)
+        most = min(finding.share, metrics.start_share)
     elif cause.startswith(_TAKES_ITS_SHARE):
-        left = finding.share
+        most = finding.share
     elif names == (USEFUL,):
         spared = 1 - 1 / finding.gain_high  # of all the time: each takes that part of what is left
-        left = pools[USEFUL] * min(_MOST_OF_USEFUL, spared / useful) if useful else 0.0
-    for name in names:
-        taken = min(left, pools.get(name, 0.0))
-        yield name, taken
-        left -= taken
+        most = pools[USEFUL] * min(_MOST_OF_USEFUL, spared / useful) if useful else 0.0
+    return share + pools.take(most, *names)
 
 
-# What fixing one cause alone would give
-
-
-def gain_if_fed(metrics: RankMetrics, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
-    """Waiting for batches takes a share `saved` less; the loader delivers `least` to `most` times what is used now."""
-    if not metrics.on_gpu:  # training needs the cores that load, so nothing is sure
-        least, most = 1.0, min(most, 1 / max(0.01, metrics.own_cpu_share or 0.0))
-    ceiling = metrics.headroom
-    if metrics.ceiling is None:
-        ceiling = min(factor(saved), ceiling)
-    return _range(min(factor(saved), least), min(most, ceiling), _source(metrics))
-
-
-def gain_if_samples_spared(metrics: RankMetrics, saved: float, least: float = 1.0) -> dict[str, Any]:
-    """Waiting for batches takes a share `saved` less because samples cost less: cores are then free for training."""
-    if metrics.on_gpu:
-        return gain_if_fed(metrics, saved, least)
-    freed = cores_freed(metrics)
-    return _range(1.0, factor(saved + freed), FROM_TIME + (FROM_CORES if freed else ""))
-
-
-def cores_freed(metrics: RankMetrics) -> float:
-    """The share of the time in which training has no core because workers have them; on a GPU it is not counted."""
-    return 0.0 if metrics.on_gpu else metrics.held_up_by_workers
-
-
-def gain_if_host_spared(metrics: RankMetrics, low: float, high: float) -> dict[str, Any]:
-    """The host needs these shares of the step less: no further than the measured ceiling."""
-    return _range(factor(low), min(factor(high), metrics.headroom), _source(metrics))
-
-
-def gain_if_gpu_spared(metrics: RankMetrics, low: float, high: float) -> dict[str, Any]:
-    """The GPU needs these shares of the time less: no further than the loader delivers as it is."""
-    most, derived = factor(high), FROM_KERNELS
-    if most > metrics.supply:
-        derived += LOADER_LIMITS
-    return _range(min(factor(low), metrics.supply), min(most, _SUPPLY_ERROR * metrics.supply), derived)
-
-
-def gain_if_removed(low: float, high: float) -> dict[str, Any]:
-    """These shares of the time are no longer spent."""
-    return _range(factor(low), factor(high), FROM_TIME)
-
-
-def factor(saved: float) -> float:
-    """How many times as fast training is when a share of its time is saved."""
-    return 1 / (1 - min(MAX_SAVED, max(0.0, saved)))
-
-
-def data_saved(metrics: RankMetrics) -> float:
-    """The share of a step that would be saved if batches were there when asked for."""
-    return metrics.saved_without("data") or 0.0
-
-
-def rounded(value: float | None) -> float | None:
-    """As many digits as evidence needs."""
-    return round(value, 4) if value is not None else None
-
-
-def _range(low: float, high: float, derived: str) -> dict[str, Any]:
-    high = max(1.0, high)
-    return {"gain_low": max(1.0, min(low, high)), "gain_high": high, "derived": derived}
-
-
-def _source(metrics: RankMetrics) -> str:
-    return FROM_CEILING if metrics.ceiling is not None else FROM_STEP
+def _taken_by_others(finding: Finding, metrics: RankMetrics, pools: _Pools) -> float:
+    """What others that have the cores take from every pool."""
+    share = 0.0
+    for pool in tuple(pools):
+        most = pools[pool] * finding.share
+        if pool == "data" and metrics.workers:
+            most = math.inf  # workers that have no core are late
+        elif pool == USEFUL and metrics.on_gpu and metrics.steps_with_events:
+            most = 0.0  # the GPU was seen to be at work
+        share += pools.take(most, pool)
+    return share

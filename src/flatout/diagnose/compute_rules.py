@@ -6,8 +6,8 @@ import math
 import re
 
 from flatout.diagnose.breakdown import in_training
-from flatout.diagnose.by_cause import MIN_SHARE, data_saved, gain_if_gpu_spared, rounded
-from flatout.diagnose.rank_metrics import LATE_LAUNCHES, LAUNCHING, RankMetrics
+from flatout.diagnose.gains import gain_if_gpu_spared
+from flatout.diagnose.rank_metrics import LATE_LAUNCHES, LAUNCHING, MIN_SHARE, RankMetrics, rounded
 from flatout.model.causes import Finding
 
 FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -27,7 +27,7 @@ _JOINABLE = re.compile(f"elementwise|reduce_kernel|layer_norm|softmax|dropout|{_
 def launch_bound(metrics: RankMetrics) -> Finding | None:
     """The host cannot launch kernels as fast as the GPU ends them."""
     xray = metrics.xray
-    if xray is None or not xray.steps or not metrics.mean_ms:
+    if xray is None:
         return None
     idle_ms = sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING)
     busy_ms = sum(xray.busy_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING)
@@ -41,7 +41,7 @@ def launch_bound(metrics: RankMetrics) -> Finding | None:
         title=f"the GPU waits {lost:.0%} of the time for the host to launch its kernels: {kernels:,.0f} a step, "
         f"half of them below {median_us:.0f} µs",
         share=lost,
-        **gain_if_gpu_spared(metrics, lost / 2, lost),  # twice the batch has half as many launches a sample
+        **gain_if_gpu_spared(metrics, lost, lost / 2),  # twice the batch has half as many launches a sample
         confidence=0.85,
         evidence={"kernels_a_step": kernels, "kernel_us_median": rounded(median_us)},
         change="batch_size",
@@ -53,11 +53,10 @@ def launch_bound(metrics: RankMetrics) -> Finding | None:
 def precision(metrics: RankMetrics) -> Finding | None:
     """Matrix work runs in fp32."""
     xray, facts = metrics.xray, metrics.facts
-    if xray is None or not xray.busy_ms or facts.parameter_dtypes != ("float32",):
+    if xray is None or facts.parameter_dtypes != ("float32",) or any(dtype != "None" for dtype in facts.autocast):
         return None
-    if any(dtype != "None" for dtype in facts.autocast):
-        return None
-    matrix, working = min(1.0, xray.matrix_ms / xray.busy_ms), metrics.busy_share or 1.0
+    working = metrics.busy_share or 1.0
+    matrix = min(1.0, xray.matrix_ms / xray.busy_ms)
     outside = max(0.0, xray.matrix_ms - xray.tensor_core_ms) / xray.busy_ms
     if working * matrix < _MIN_MATRIX:
         return None
@@ -69,7 +68,7 @@ def precision(metrics: RankMetrics) -> Finding | None:
         code="compute.precision",
         title=f"matrix work runs in fp32: {matrix:.0%} of the GPU's time, {outside:.0%} outside the tensor cores",
         share=working * matrix,
-        **gain_if_gpu_spared(metrics, working * sure, working * most),
+        **gain_if_gpu_spared(metrics, working * most, working * sure),
         confidence=0.8,
         evidence={"matrix_share": rounded(matrix), "outside_tensor_cores": rounded(outside)},
         change="precision",
@@ -89,7 +88,7 @@ def layout(metrics: RankMetrics) -> Finding | None:
         code="compute.layout",
         title=f"convolutions turn their data from NCHW to NHWC and back: {share:.0%} of the step",
         share=share,
-        **gain_if_gpu_spared(metrics, 0.0, saved),
+        **gain_if_gpu_spared(metrics, saved),
         confidence=0.75,
         evidence={"transposing_share": rounded(share)},
         change="channels_last",
@@ -101,7 +100,7 @@ def layout(metrics: RankMetrics) -> Finding | None:
 def optimizer(metrics: RankMetrics) -> Finding | None:
     """The optimizer step is not fused, and takes long."""
     xray, facts = metrics.xray, metrics.facts
-    if xray is None or facts.optimizer_fused or not metrics.step_ms:
+    if xray is None or facts.optimizer_fused:
         return None
     spent_ms = xray.busy_by_phase_ms.get("optimizer", 0.0) + xray.idle_by_phase_ms.get("optimizer", 0.0)
     share, name = spent_ms / xray.wall_ms, facts.optimizer
@@ -116,7 +115,7 @@ def optimizer(metrics: RankMetrics) -> Finding | None:
         code="compute.optimizer",
         title=f"{name} {how} {share:.0%} of the step",
         share=share,
-        **gain_if_gpu_spared(metrics, 0.0, share),
+        **gain_if_gpu_spared(metrics, share),
         confidence=0.7,
         evidence={"optimizer_ms": rounded(spent_ms / xray.steps)},
         change=change,
@@ -138,7 +137,7 @@ def eager(metrics: RankMetrics) -> Finding | None:
         code="compute.eager",
         title=f"kernels that torch.compile would join, elementwise ones and norms, take {share:.0%} of the time",
         share=share,
-        **gain_if_gpu_spared(metrics, 0.0, share * 2 / 3),  # of three in a row one is left
+        **gain_if_gpu_spared(metrics, share * 2 / 3),  # of three in a row one is left
         confidence=0.6,
         evidence={"joinable_share": rounded(share)},
         change="compile",
@@ -161,7 +160,7 @@ def attention(metrics: RankMetrics) -> Finding | None:
         code="compute.attention",
         title=f"attention over {written.length} tokens is written out by hand: {what} {share:.0%} of the time",
         share=share,
-        **gain_if_gpu_spared(metrics, 0.0, share * metrics.saved_at_most),
+        **gain_if_gpu_spared(metrics, share * metrics.saved_at_most),
         confidence=0.7,
         evidence={"length": written.length, "share": rounded(share)},
         advice="torch.nn.functional.scaled_dot_product_attention",
@@ -172,9 +171,11 @@ def attention(metrics: RankMetrics) -> Finding | None:
 def _attention_of_forward(metrics: RankMetrics, where: str) -> float:
     """The part of forward that goes into attention: lines beside its softmax with products, masks and dropout. Backward
     goes through the same again."""
-    functions = in_training(metrics.rank, ("forward",))
-    beside = next((function.lines for function in functions if any(line.where == where for line in function.lines)), ())
-    return sum(line.share for line in beside if line.where == where or _ATTENDS.search(line.source or ""))
+    for function in in_training(metrics.rank, ("forward",)):
+        if any(line.where == where for line in function.lines):
+            attends = (line for line in function.lines if line.where == where or _ATTENDS.search(line.source or ""))
+            return sum(line.share for line in attends)
+    return 0.0
 
 
 def padding(metrics: RankMetrics) -> Finding | None:
@@ -189,7 +190,7 @@ def padding(metrics: RankMetrics) -> Finding | None:
         code="compute.padding",
         title=f"{tokens.padding:.0%} of the tokens in a batch are padding",
         share=share,
-        **gain_if_gpu_spared(metrics, 0.0, share * metrics.saved_at_most),
+        **gain_if_gpu_spared(metrics, share * metrics.saved_at_most),
         confidence=0.7,
         evidence={"padding": rounded(tokens.padding), "tokens_a_sample": rounded(tokens.a_sample)},
         advice="batches of samples of like length, padded to the longest of them (`group_by_length` of transformers), "
@@ -199,12 +200,12 @@ def padding(metrics: RankMetrics) -> Finding | None:
 
 def small_batch(metrics: RankMetrics) -> Finding | None:
     """The batch uses a small part of the GPU's memory and of its processors."""
-    total, reserved = metrics.gpu("memory_total_bytes").high, metrics.facts.memory_reserved_bytes
-    batch, active = metrics.loader.batch_size, metrics.gpu("sm_active_pct").mean
+    total, reserved = metrics.machine.gpu("memory_total_bytes").high, metrics.facts.memory_reserved_bytes
+    batch, active = metrics.loader.batch_size, metrics.machine.gpu("sm_active_pct").mean
     if not reserved or not math.isfinite(total) or not batch or active is None or active > _IDLE_SM_PCT:
         return None
     used = reserved / total
-    if used > _IDLE_MEMORY or data_saved(metrics) > 0.2:
+    if used > _IDLE_MEMORY or metrics.data_saved > 0.2:
         return None
     room = min(4.0, 0.7 / used)
     faster = max(1.0, min(room, 100 / max(1.0, active)))
@@ -212,7 +213,7 @@ def small_batch(metrics: RankMetrics) -> Finding | None:
         code="memory.underused",
         title=f"a batch of {batch} uses {used:.0%} of the GPU's memory and {active:.0f}% of its processors",
         share=1 - active / 100,
-        **gain_if_gpu_spared(metrics, 0.0, (metrics.busy_share or 1.0) * (1 - 1 / faster)),
+        **gain_if_gpu_spared(metrics, (metrics.busy_share or 1.0) * (1 - 1 / faster)),
         confidence=0.5,
         evidence={"memory_share": rounded(used), "sm_active_pct": rounded(active)},
         change="batch_size",
@@ -224,7 +225,7 @@ def small_batch(metrics: RankMetrics) -> Finding | None:
 def _share_of_gpu(metrics: RankMetrics, ms: float) -> float:
     """The share of the time that so much of the X-ray's kernels takes."""
     xray = metrics.xray
-    if xray is None or not xray.busy_ms:
+    if xray is None:
         return 0.0
     return ms / xray.busy_ms * (metrics.busy_share or 1.0)
 

@@ -9,23 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flatout.diagnose.breakdown import (
+    COMPUTING,
     OWN_CODE,
     REST,
     UNSPLIT,
     HotFunction,
     called_from,
     in_training,
-    of_lines,
+    lines_where,
     outside_torch,
 )
-from flatout.diagnose.by_cause import (
-    MIN_SHARE,
-    gain_if_gpu_spared,
-    gain_if_host_spared,
-    gain_if_removed,
-    rounded,
-)
-from flatout.diagnose.rank_metrics import COMPUTING, RankMetrics
+from flatout.diagnose.gains import gain_if_gpu_spared, gain_if_host_spared, gain_if_removed
+from flatout.diagnose.rank_metrics import MIN_SHARE, RankMetrics, rounded
 from flatout.model.causes import BY_CODE, Finding
 from flatout.trace import Step, Window
 
@@ -49,25 +44,28 @@ def own_code(metrics: RankMetrics) -> Finding | None:
     share, saved = metrics.share(REST), metrics.saved_without(REST)
     if saved is not None:
         share = min(share, saved)  # while the GPU is at work, it costs nothing
-    within = metrics.own_code_inside
-    most = max(within, key=within.__getitem__)
     of_pauses = {where: part for lines in metrics.beside_pauses.values() for where, part in lines.items()}
     share = max(0.0, share - sum(of_pauses.values()))
-    functions = of_lines(in_training(metrics.rank), lambda line: line.where not in of_pauses)
+    functions = lines_where(in_training(metrics.rank), lambda line: line.where not in of_pauses)
     place = "outside forward, backward and optimizer"
-    if within[most] > share:
+    inside = metrics.own_code_inside
+    most = max(inside, key=inside.__getitem__)
+    if inside[most] > share:
         functions, place = outside_torch(in_training(metrics.rank, (most,))), "beside its tensor operations"
-    share += sum(within.values())
+    share += sum(inside.values())
     if share < (_MIN_OWN_CODE if functions else _MIN_OWN_CODE_WITHOUT_LINES):
         return None
     title = f"the script's own code {place} takes {share:.0%} of the time"
     if functions:
-        title += f", most of it {functions[0].name}{_calls(functions[0])}"
+        title += f", most of it {functions[0].name}"
+        if functions[0].hottest.called:
+            title += f", which calls {functions[0].hottest.called}"
+        title += f" ({functions[0].share:.0%} of that)"
     return Finding(
         code="host.python",
         title=title,
         share=share,
-        **gain_if_removed(share / 2, share),
+        **gain_if_removed(share, share / 2),
         confidence=0.85 if functions else 0.6,
         evidence={"share": rounded(share), "lines": as_evidence(functions)},
         advice="do it less often, on the GPU, in another process, or in code that is vectorized",
@@ -79,13 +77,6 @@ def as_evidence(functions: tuple[HotFunction, ...]) -> list[dict[str, object]]:
     """The hottest lines, for people and for JSON."""
     lines = sorted((line for function in functions for line in function.lines), key=lambda line: -line.share)
     return [{"where": str(line), "share": rounded(line.share)} for line in lines[:_MOST_LINES]]
-
-
-def _calls(function: HotFunction) -> str:
-    called = function.hottest.called
-    if called is None:
-        return f" ({function.share:.0%} of that)"
-    return f", which calls {called} ({function.share:.0%} of that)"
 
 
 def pause(phase: str, code: str, advice: str) -> Callable[[RankMetrics], Finding | None]:
@@ -103,7 +94,7 @@ def pause(phase: str, code: str, advice: str) -> Callable[[RankMetrics], Finding
             code=code,
             title=title,
             share=share,
-            **gain_if_removed(share / 2, share),  # half as often, or hardly ever
+            **gain_if_removed(share, share / 2),  # half as often, or hardly ever
             confidence=confidence,
             evidence={
                 "share": rounded(share),
@@ -123,18 +114,17 @@ def slow_copies(metrics: RankMetrics) -> Finding | None:
     xray = metrics.xray
     if xray is None or not metrics.step_ms:
         return None
-    xrayed_ms = xray.steps * metrics.step_ms
-    host = metrics.share("copy")
-    pageable_ms = xray.copies_ms.get("HtoD Pageable", 0.0)
-    pageable = max(pageable_ms / xrayed_ms, host)
+    xrayed_ms, host = xray.steps * metrics.step_ms, metrics.share("copy")
     copies = max((sum(span.name == "copy" for span in step.spans) for step in metrics.steps_with_events), default=0)
     evidence = {"copies_a_step": copies, "copy_share_of_host": rounded(host), "copies_ms": dict(xray.copies_ms)}
+    pageable_ms = xray.copies_ms.get("HtoD Pageable", 0.0)
+    pageable = max(pageable_ms / xrayed_ms, host)
     if pageable_ms and pageable >= _MIN_COPY_SHARE:
         return Finding(
             code="copy.pageable",
             title=f"batches are copied from memory that is not page-locked: {pageable:.0%} of the step",
             share=pageable,
-            **gain_if_host_spared(metrics, 0.0, pageable),
+            **gain_if_host_spared(metrics, pageable),
             confidence=0.9,
             evidence=evidence,
             change="pin_memory",
@@ -146,26 +136,26 @@ def slow_copies(metrics: RankMetrics) -> Finding | None:
             code="copy.fragmented",
             title=f"{copies} copies to the GPU in a step",
             share=host,
-            **gain_if_host_spared(metrics, 0.0, host * (1 - 1 / copies)),
+            **gain_if_host_spared(metrics, host * (1 - 1 / copies)),
             confidence=0.6,
             evidence=evidence,
             advice="join the tensors of a batch before copying them",
         )
     at_the_same_time_ms = max(0.0, sum(xray.busy_by_phase_ms.values()) - xray.busy_ms)
     alone = (xray.copies_ms.get("HtoD Pinned", 0.0) - at_the_same_time_ms) / xrayed_ms
-    if alone >= MIN_SHARE and (metrics.busy_share or 0.0) >= 0.5:
-        return Finding(
-            code="copy.blocking",
-            title=f"copies to the GPU take {alone:.0%} of the step, in which it computes nothing",
-            share=alone,
-            **gain_if_gpu_spared(metrics, 0.0, alone),
-            confidence=0.6,
-            evidence=evidence,
-            change="device_prefetch",
-            value=True,
-            advice="copy the next batch on a side stream: flatout.feed.to_device",
-        )
-    return None
+    if alone < MIN_SHARE or (metrics.busy_share or 0.0) < 0.5:
+        return None
+    return Finding(
+        code="copy.blocking",
+        title=f"copies to the GPU take {alone:.0%} of the step, in which it computes nothing",
+        share=alone,
+        **gain_if_gpu_spared(metrics, alone),
+        confidence=0.6,
+        evidence=evidence,
+        change="device_prefetch",
+        value=True,
+        advice="copy the next batch on a side stream: flatout.feed.to_device",
+    )
 
 
 def waits_for_gpu(metrics: RankMetrics) -> Finding | None:
@@ -179,9 +169,9 @@ def waits_for_gpu(metrics: RankMetrics) -> Finding | None:
         return None
     waits = sorted((p for p in metrics.breakdown.training if p.name == "sync"), key=lambda part: -part.ms)
     # Replayed batches are waited for as well: a measured ceiling says nothing about these waits.
-    gain = gain_if_removed(0.0, saved)
+    gain = gain_if_removed(saved)
     if metrics.ceiling is None:
-        gain = gain_if_host_spared(metrics, 0.0, saved)
+        gain = gain_if_host_spared(metrics, saved)
     lines = [{"where": p.where, "ms_a_step": rounded(p.ms / metrics.breakdown.steps)} for p in waits[:_MOST_LINES]]
     return Finding(
         code="sync.item",
@@ -230,7 +220,7 @@ def drift(metrics: RankMetrics) -> Finding | None:
         code="drift.slower",
         title=title,
         share=share,
-        **gain_if_removed(sure / 2, share),
+        **gain_if_removed(share, sure / 2),
         confidence=0.7,
         evidence={
             "first_third_ms": rounded(first.step_ms),
@@ -300,12 +290,13 @@ def _keeps_growing(pieces: Sequence[_RunPart]) -> bool:
 
 def _what_grows(metrics: RankMetrics) -> list[str]:
     """What was seen to grow with the steps, in words."""
-    pid = metrics.rank.info.pid
-    processes = (p for sample in metrics.samples for p in sample.processes if p.pid == pid)
+    machine = metrics.machine
+    rss_bytes = machine.of_trainer("rss_bytes", machine.samples)
+    gpu_bytes = (gpu.memory_used_bytes for gpu in machine.gpu_samples)
     seen = {
-        "the memory of the training process": _growth(p.rss_bytes for p in processes) > _MIN_MEMORY_GROWTH,
-        "memory on the GPU": _growth(gpu.memory_used_bytes for gpu in metrics.gpu_samples) > _MIN_MEMORY_GROWTH,
-        "heat (the GPU's clock falls)": _growth(gpu.sm_clock_mhz for gpu in metrics.gpu_samples) < 1 / 1.1,
+        "the memory of the training process": _growth(rss_bytes) > _MIN_MEMORY_GROWTH,
+        "memory on the GPU": _growth(gpu_bytes) > _MIN_MEMORY_GROWTH,
+        "heat (the GPU's clock falls)": _growth(gpu.sm_clock_mhz for gpu in machine.gpu_samples) < 1 / 1.1,
     }
     return [what for what, grows in seen.items() if grows]
 

@@ -7,7 +7,6 @@ The value read last comes first: scripts read a file, then let the command line 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -112,29 +111,26 @@ def _overruled(knob: Knob, later: Iterable[Knob]) -> bool:
 
 
 def _ignored(read: Knob, off: str, cost: Finding | None) -> Finding:
-    name, place = read.name.lower(), read.file or ("the command line" if read.source == "argparse" else read.source)
-    found = Finding(
+    name, place = read.name.lower(), read.file or read.source
+    if place == "argparse":
+        place = "the command line"
+    title = f"{name}={read.value!r} was read from {place}, but {off}"
+    evidence: dict[str, Any] = {"setting": name, "value": read.value, "source": read.source, "file": read.file}
+    promise: dict[str, Any] = {"share": 0.0, "derived": "seen in force"}
+    if cost is not None:
+        title += f"; {cost.title}"
+        evidence |= {"cause": cost.code, **cost.evidence}
+        promise = {key: getattr(cost, key) for key in ("share", "gain_low", "gain_high", "derived")}
+    return Finding(
         code="config.ignored",
-        title=f"{name}={read.value!r} was read from {place}, but {off}",
-        share=0.0,
-        derived="seen in force",
+        title=title,
+        **promise,
         confidence=0.9,
-        evidence={"setting": name, "value": read.value, "source": read.source, "file": read.file},
+        evidence=evidence,
         change=f"{SETTING}{name}",
         value=read.value,
         advice=f"find where the script uses {name}: another spelling or type of the value, or a missing call",
         where=read.file,
-    )
-    if cost is None:
-        return found
-    return dataclasses.replace(
-        found,
-        title=f"{found.title}; {cost.title}",
-        share=cost.share,
-        gain_low=cost.gain_low,
-        gain_high=cost.gain_high,
-        derived=cost.derived,
-        evidence={**found.evidence, "cause": cost.code, **cost.evidence},
     )
 
 

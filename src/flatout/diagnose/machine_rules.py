@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
-from flatout.diagnose.by_cause import MIN_SHARE, gain_if_gpu_spared, gain_if_removed, rounded
-from flatout.diagnose.rank_metrics import MAX_SAVED, RankMetrics
+from flatout.diagnose.gains import gain_if_gpu_spared, gain_if_removed
+from flatout.diagnose.rank_metrics import MAX_SAVED, MIN_SHARE, RankMetrics, rounded
 from flatout.model.causes import Finding
 from flatout.model.formatting import HARMFUL_THROTTLES, MEMORY_FULL_PCT, count_of
 from flatout.trace import GpuProcess
@@ -22,12 +21,13 @@ _MIN_DELAY = 0.05  # of the time that training waits for a core
 _MIN_STRAGGLING = 0.05  # of the step that the others wait for one rank
 _MIN_EXCHANGE = 0.15  # of the step
 _MIN_WAITING = 0.10  # of the step, on the mean of all ranks
+_LESS_EXCHANGE = "accumulate gradients under no_sync, or a larger batch a rank"
 
 
 def host_memory(metrics: RankMetrics) -> Finding | None:
     """The host's memory is full, or it swaps."""
-    hosts = [sample.host for sample in metrics.samples]
-    used = _host_memory_used(metrics) or 0.0
+    hosts = [sample.host for sample in metrics.machine.samples]
+    used = metrics.machine.memory_share or 0.0
     swap = [host.swap_used_bytes for host in hosts if host.swap_used_bytes is not None]
     grew = max(swap) - swap[0] if swap else 0
     if used < MEMORY_FULL_PCT / 100 and grew < _SWAP_GREW_BYTES:
@@ -45,13 +45,6 @@ def host_memory(metrics: RankMetrics) -> Finding | None:
     )
 
 
-def _host_memory_used(metrics: RankMetrics) -> float | None:
-    """The most of the machine's memory that was in use."""
-    hosts = [sample.host for sample in metrics.samples]
-    known = [host for host in hosts if host.memory_used_bytes and host.memory_total_bytes]
-    return max(((host.memory_used_bytes or 0) / (host.memory_total_bytes or 1) for host in known), default=None)
-
-
 def gpu_memory(metrics: RankMetrics) -> Finding | None:
     """The GPU's memory is full: each retry of the allocator empties its cache and waits for the GPU."""
     steps, retries, batch = metrics.breakdown.steps, metrics.facts.memory_retries or 0, metrics.loader.batch_size
@@ -63,7 +56,7 @@ def gpu_memory(metrics: RankMetrics) -> Finding | None:
         code="memory.pressure",
         title=f"the GPU's memory is full: {retries} times in {steps} steps its cache was emptied to make room",
         share=lost,
-        **gain_if_removed(0.0, lost),
+        **gain_if_removed(lost),
         confidence=0.8,
         evidence={
             "retries": retries,
@@ -80,7 +73,7 @@ def gpu_memory(metrics: RankMetrics) -> Finding | None:
 def checkpointing(metrics: RankMetrics) -> Finding | None:
     """Activations are computed again in backward, while the memory has room for them."""
     part, used, share = metrics.passed("checkpoint"), _memory_used(metrics), metrics.share("forward")
-    if metrics.xray is not None and metrics.xray.wall_ms:
+    if metrics.xray is not None:
         share = metrics.xray.busy_by_phase_ms.get("forward", 0.0) / metrics.xray.wall_ms
     share *= part  # backward does again what forward did
     whose = "the GPU's" if metrics.on_gpu else "the machine's"
@@ -90,7 +83,7 @@ def checkpointing(metrics: RankMetrics) -> Finding | None:
         code="memory.checkpointing",
         title=f"activations are computed again in backward, and {whose} memory is {used:.0%} used",
         share=share,
-        **gain_if_gpu_spared(metrics, 0.0, share * metrics.saved_at_most),
+        **gain_if_gpu_spared(metrics, share * metrics.saved_at_most),
         confidence=0.6,
         evidence={"memory_share": rounded(used), "checkpointed_share_of_forward": rounded(part)},
         advice="checkpoint fewer layers, or none (gradient_checkpointing=False), as far as the memory allows",
@@ -101,7 +94,7 @@ def _memory_used(metrics: RankMetrics) -> float | None:
     """The share of the GPU's memory that PyTorch has reserved; without one, of the machine's that is in use."""
     facts = metrics.facts
     if not metrics.on_gpu:
-        return _host_memory_used(metrics)
+        return metrics.machine.memory_share
     if not facts.memory_reserved_bytes or not facts.memory_total_bytes:
         return None
     return facts.memory_reserved_bytes / facts.memory_total_bytes
@@ -109,12 +102,12 @@ def _memory_used(metrics: RankMetrics) -> float | None:
 
 def throttled(metrics: RankMetrics) -> Finding | None:
     """Heat or the power supply holds the clocks down."""
-    samples = metrics.gpu_samples
+    samples = metrics.machine.gpu_samples
     faults = [gpu.throttle for gpu in samples if HARMFUL_THROTTLES.intersection(gpu.throttle or ())]
     if not samples or len(faults) / len(samples) < _MIN_THROTTLED:
         return None
     share = len(faults) / len(samples)
-    clock, top_clock = metrics.gpu("sm_clock_mhz").mean or 0.0, metrics.gpu("sm_clock_max_mhz").high
+    clock, top_clock = metrics.machine.gpu("sm_clock_mhz").mean or 0.0, metrics.machine.gpu("sm_clock_max_mhz").high
     gain = 1.0
     if clock and math.isfinite(top_clock):
         gain = max(1.0, top_clock / clock)
@@ -133,26 +126,27 @@ def throttled(metrics: RankMetrics) -> Finding | None:
 
 def shared_cores(metrics: RankMetrics) -> Finding | None:
     """Other processes keep the cores busy that training, or its loader workers, wait for."""
-    others, cores, delay = metrics.cores_others, metrics.cores_of_machine, metrics.trainer_delay or 0.0
+    machine, delay = metrics.machine, metrics.machine.trainer_delay or 0.0
+    others, cores = machine.cores_others, machine.cores_of_machine
     if others is None or not cores or others / cores < _MIN_OTHERS_CORES:
-        return None
-    if delay < _MIN_DELAY and not metrics.workers_lack_cores:
         return None
     share, who = delay, f"training waits for a core {delay:.0%} of the time"
     if metrics.workers_lack_cores:
         share = max(delay, metrics.share("data"))
         who = f"loader workers lack one, and training waits for data {metrics.share('data'):.0%} of the time"
+    elif delay < _MIN_DELAY:
+        return None
     return Finding(
         code="hardware.shared",
         title=f"others keep {others:.1f} of {cores} cores busy: {who}",
         share=share,
-        **gain_if_removed(0.0, share),
+        **gain_if_removed(share),
         confidence=0.7,
         evidence={
             "cores_busy_with_others": rounded(others),
             "cores": cores,
             "without_a_core": rounded(delay),
-            "workers_without_a_core": rounded(metrics.worker_delay),
+            "workers_without_a_core": rounded(metrics.work.delay),
         },
         advice="give training cores of its own, or end what runs beside it",
     )
@@ -160,22 +154,22 @@ def shared_cores(metrics: RankMetrics) -> Finding | None:
 
 def shared_gpu(metrics: RankMetrics) -> Finding | None:
     """Another process computes on this GPU. One that only holds memory takes no time."""
-    ours = {process.pid for sample in metrics.samples for process in sample.processes}
+    ours = {process.pid for sample in metrics.machine.samples for process in sample.processes}
     ours |= {rank.info.pid for rank in metrics.trace.ranks}
     seen: dict[int, list[GpuProcess]] = {}
-    for gpu in metrics.gpu_samples:
+    for gpu in metrics.machine.gpu_samples:
         for process in gpu.processes or ():
             if process.pid not in ours:
                 seen.setdefault(process.pid, []).append(process)
     strangers = []
-    for samples in seen.values():
+    for pid, samples in seen.items():
         used_bytes = max(process.used_bytes or 0 for process in samples)
         sm_pct = max((process.sm_pct for process in samples if process.sm_pct is not None), default=None)
         if used_bytes > _OTHERS_MEMORY_BYTES and (sm_pct is None or sm_pct >= 1):
-            strangers.append(dataclasses.replace(samples[-1], sm_pct=sm_pct))
-    if not strangers or not ours:
+            last = samples[-1]
+            strangers.append({"pid": pid, "name": last.name, "bytes": last.used_bytes, "sm_pct": sm_pct})
+    if not strangers:
         return None
-    listed = [{"pid": p.pid, "name": p.name, "bytes": p.used_bytes, "sm_pct": p.sm_pct} for p in strangers]
     who = "1 other process uses" if len(strangers) == 1 else f"{len(strangers)} other processes use"
     return Finding(
         code="hardware.shared",
@@ -183,7 +177,7 @@ def shared_gpu(metrics: RankMetrics) -> Finding | None:
         share=0.0,
         derived=_FROM_MACHINE,
         confidence=0.8,
-        evidence={"processes": listed},
+        evidence={"processes": strangers},
         advice="give training a GPU of its own",
     )
 
@@ -229,7 +223,7 @@ def straggler(ranks: Sequence[RankMetrics]) -> Finding | None:
         code="dist.straggler",
         title=f"the other ranks wait for rank {rank}, which spends more time on {phase}",
         share=lost,
-        **gain_if_removed(0.0, lost),
+        **gain_if_removed(lost),
         confidence=0.7,
         evidence={"rank": rank, "backward_share": [rounded(m.share("backward")) for m in ranks], "phase": phase},
         advice=f"look at rank {rank} on {slow.rank.info.host}",
@@ -253,34 +247,40 @@ def exchange(ranks: Sequence[RankMetrics]) -> Finding | None:
 
     The rank that waits least waits for no other rank, so for the network. Beyond that, they wait in turn.
     """
-    first, xray = ranks[0], ranks[0].xray
-    exchanges = [(m.facts.gradient_exchange, m.mean_ms) for m in ranks]
-    waits = [min(MAX_SAVED, seen.waited_ms / ms) for seen, ms in exchanges if seen is not None and ms]
     if len(ranks) < 2:
         return None
+    xray, waits = ranks[0].xray, []
+    for metrics in ranks:
+        seen = metrics.facts.gradient_exchange
+        if seen is not None and metrics.mean_ms:
+            waits.append(min(MAX_SAVED, seen.waited_ms / metrics.mean_ms))
     if len(waits) == len(ranks):
         share = min(waits)
         title = f"ranks wait for each other's gradients {share:.0%} of the step, after backward has computed its own"
-    elif xray is not None and xray.wall_ms:
+    elif xray is not None:
         share = xray.collective_ms / xray.wall_ms
         title = f"collectives take {share:.0%} of the step"
     else:
         return None
-    code, advice = "dist.comm", "accumulate gradients under no_sync, or a larger batch a rank"
-    if share < _MIN_EXCHANGE:
-        share = sum(waits) / len(waits) if waits else 0.0
-        if share < _MIN_WAITING or straggler(ranks) is not None:
-            return None
-        code, advice = "dist.scaling", f"batches that take equally long on all ranks; {advice}"
-        title = f"{len(ranks)} ranks do the work of {len(ranks) * (1 - share):.1f}: they wait {share:.0%} of the step "
-        title += "for each other's gradients"
+    if share >= _MIN_EXCHANGE:
+        return _waiting_for_gradients(ranks, "dist.comm", title, share, _LESS_EXCHANGE)
+    share = sum(waits) / len(waits) if waits else 0.0
+    if share < _MIN_WAITING or straggler(ranks) is not None:
+        return None
+    title = f"{len(ranks)} ranks do the work of {len(ranks) * (1 - share):.1f}: they wait {share:.0%} of the step "
+    title += "for each other's gradients"
+    advice = f"batches that take equally long on all ranks; {_LESS_EXCHANGE}"
+    return _waiting_for_gradients(ranks, "dist.scaling", title, share, advice)
+
+
+def _waiting_for_gradients(ranks: Sequence[RankMetrics], code: str, title: str, share: float, advice: str) -> Finding:
     return Finding(
         code=code,
         title=title,
         share=share,
-        **gain_if_removed(0.0, share),
+        **gain_if_removed(share),
         confidence=0.6,
-        evidence={"ranks": len(ranks), "waiting_ms": rounded(share * first.mean_ms)},
+        evidence={"ranks": len(ranks), "waiting_ms": rounded(share * ranks[0].mean_ms)},
         advice=advice,
     )
 
@@ -297,7 +297,7 @@ def data_parallel(metrics: RankMetrics) -> Finding | None:
         code="dist.data-parallel",
         title=f"nn.DataParallel drives {gpus} GPUs from one process",
         share=share,
-        **gain_if_removed(0.0, share),
+        **gain_if_removed(share),
         confidence=0.8,
         evidence={"gpus": gpus},
         advice=f"DistributedDataParallel, started by torchrun --nproc-per-node {gpus}",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from flatout.diagnose import compute_rules, host_rules, loading_rules, machine_rules
 from flatout.diagnose.breakdown import REST
-from flatout.diagnose.by_cause import FROM_CEILING, FROM_STEP, CauseAccount, by_cause, data_saved, rounded
+from flatout.diagnose.by_cause import CauseAccount, by_cause
 from flatout.diagnose.knobs import ignored_settings
-from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
+from flatout.diagnose.rank_metrics import RankMetrics, metrics_of, rounded
 from flatout.model.causes import BY_CODE, Finding
 from flatout.model.changes import SETTING
 from flatout.trace import Trace
@@ -70,8 +70,11 @@ def _charged(metrics: RankMetrics, found: Sequence[Finding]) -> tuple[list[Findi
         promise = (finding.gain_low + finding.gain_high - 2) * finding.confidence
         return finding.code not in _DANGERS, finding.title not in charged, -round(finding.share, 3), -promise
 
-    told = [account.bounded(finding) for finding in found]
-    told = [now for now, before in zip(told, found, strict=True) if now.share or before.gain_high <= _NO_GAIN]
+    told = []
+    for finding in found:
+        bounded = account.bounded(finding)
+        if bounded.share or finding.gain_high <= _NO_GAIN:
+            told.append(bounded)
     return sorted(told, key=rank), account
 
 
@@ -104,14 +107,14 @@ def _saturated(metrics: RankMetrics) -> Finding | None:
     elif metrics.on_gpu or metrics.share(REST) > _MOST_OUTSIDE_PHASES:
         return None
     else:
-        share, what = 1 - data_saved(metrics), "the step is spent computing"
+        share, what = 1 - metrics.data_saved, "the step is spent computing"
     if share < _SATURATED:
         return None
     return Finding(
         code="compute.saturated",
         title=f"healthy: {what}",
         share=share,
-        derived=FROM_STEP if metrics.ceiling is None else FROM_CEILING,
+        derived=metrics.headroom_source,
         confidence=0.9,
         evidence={"busy_share": rounded(busy), "samples_per_s": rounded(metrics.breakdown.samples_per_s)},
         advice="nothing to fix",

@@ -38,21 +38,26 @@ def shares(made: Trace) -> dict[str, float]:
     return {charge.code or charge.name: charge.share for charge in account_of(made).charges}
 
 
+def share_of_kind(account: CauseAccount, kind: str) -> float:
+    return sum(charge.share for charge in account.charges if charge.kind == kind)
+
+
 def check_that_it_adds_up(made: Trace) -> None:
     told = diagnosis(metrics_of(made))
     found, account = told.findings, told.account
     assert account is not None
     assert sum(charge.share for charge in account.charges) == pytest.approx(1.0)
     assert all(charge.share >= 0 for charge in account.charges)
-    assert account.remainder < 0.05
+    useful, remainder = share_of_kind(account, "useful"), share_of_kind(account, "remainder")
+    assert remainder < 0.05
     together = 1.0
     for finding in found:
         assert finding.gain_high <= account.most(finding.share) + 1e-9, finding
         if account.share_of(finding):
             assert finding.share == pytest.approx(account.share_of(finding))
             together *= finding.gain_high
-    if account.useful > 0.01:
-        assert together <= account.most(1 - account.useful) + 1e-6
+    if useful > 0.01:
+        assert together <= account.most(1 - useful) + 1e-6
     known = {finding.title for finding in found}
     assert all(charge.name in known for charge in account.charges if charge.code)
     ranked = [finding for finding in found if finding.code not in (*DANGERS, "compute.saturated")]

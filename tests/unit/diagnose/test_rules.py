@@ -797,9 +797,15 @@ def test_the_gpu_is_judged_by_its_training_and_not_by_the_x_ray() -> None:
     idle = tuple(dataclasses.replace(s, gpus=(dataclasses.replace(s.gpus[0], sm_active_pct=0.0),)) for s in busy)
     run = trace(samples=tuple(i if 101.2 < s.time_s - 0.5 < 103.2 else s for i, s in zip(idle, busy, strict=True)))
     rank = dataclasses.replace(run.ranks[0], steps=(*made, looking), windows=(window_of(list(made)), window_of(later)))
-    case = metrics_of(dataclasses.replace(run, ranks=(rank,)))[0]
-    assert [s.time_s for s in case.samples] == [101.5, 104.5]
-    assert case.gpu("sm_active_pct").mean == pytest.approx(85.0)
+    machine = metrics_of(dataclasses.replace(run, ranks=(rank,)))[0].machine
+    assert [s.time_s for s in machine.samples] == [101.5, 104.5]
+    assert machine.gpu("sm_active_pct").mean == pytest.approx(85.0)
+
+
+def test_an_x_ray_that_saw_no_kernels_says_nothing() -> None:
+    """GIVEN one whose GPU seems to wait all the time THEN it counts no more than none at all."""
+    blind = xray(busy_ms=0.0, busy_by_phase_ms={}, idle_by_phase_ms={"forward": 150.0}, kernels=0)
+    assert diagnose(trace(xray=blind)) == diagnose(trace(xray=None))
 
 
 def test_a_stream_with_fewer_shards_than_workers() -> None:
