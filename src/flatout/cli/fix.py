@@ -23,10 +23,10 @@ from flatout.cli.entry import (
     require_linux,
     verb,
 )
-from flatout.cli.output import check_outputs, check_writable, console, write_report
+from flatout.cli.output import check_outputs, check_writable, console, say, write_report
 from flatout.files import write_whole
 from flatout.model.changes import names
-from flatout.model.errors import PlanError, RealWriteError, UsageError
+from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Safety
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def fix(
     from flatout.fix.fix_command import fix as search
     from flatout.fix.offers import Wishes
     from flatout.launch import launcher
-    from flatout.report import report_fix
+    from flatout.report import summarize
     from flatout.report.terminal import FixProgress
 
     command = command_of(context)
@@ -84,7 +84,7 @@ def fix(
         command, wishes, budget_s=budget_s, steps=steps, progress=progress, keep_in=runs, unprotected=unprotected
     )
     not_saved = save_plan(result.plan, out, has_gains=bool(result.kept))
-    write_report(report_fix(result, command, str(out), hourly_price), json, html, console())
+    write_report(summarize(result, command, str(out), hourly_price), json, html, console())
     if result.written:
         raise RealWriteError(result.written)
     if not_saved is not None:
@@ -93,14 +93,14 @@ def fix(
         raise typer.Exit(INTERRUPTED)
 
 
-def save_plan(plan: Plan, out: Path, *, has_gains: bool) -> PlanError | None:
+def save_plan(plan: Plan, out: Path, *, has_gains: bool) -> UsageError | None:
     """Save the plan, unless it has no gains and an earlier one has. An older one is kept under another name.
 
     Where it cannot be saved, it is printed, and the error is returned: it waits until the report is shown.
     """
     before = _with_changes(out)
     if before and not has_gains:
-        print(f"flatout: {out} is the plan of an earlier fix, and stays as it is", file=sys.stderr)
+        say(f"{out} is the plan of an earlier fix, and stays as it is")
         return None
     older = None
     try:
@@ -109,16 +109,16 @@ def save_plan(plan: Plan, out: Path, *, has_gains: bool) -> PlanError | None:
             older = next(name for name in names if not name.exists())
             write_whole(older, before)
         plan.save(out)
-    except (OSError, PlanError) as problem:
+    except (OSError, UsageError) as problem:
         if older is not None:
             older.unlink(missing_ok=True)
         print(plan.text(), file=sys.stderr)  # an hour of trials is not lost with a full disk
-        why = problem if isinstance(problem, PlanError) else f"cannot write {older}: {problem.strerror}"
-        return PlanError(f"the plan is not saved, and what was there stays: {why}")
+        why = problem if isinstance(problem, UsageError) else f"cannot write {older}: {problem.strerror}"
+        return UsageError(f"the plan is not saved, and what was there stays: {why}")
     if not plan.changes:
-        print(f"flatout: there is no change in {out}: with it the command runs as it is", file=sys.stderr)
+        say(f"there is no change in {out}: with it the command runs as it is")
     if older is not None:
-        print(f"flatout: the plan that was in {out} is in {older} now", file=sys.stderr)
+        say(f"the plan that was in {out} is in {older} now")
     return None
 
 
@@ -128,7 +128,7 @@ def _with_changes(path: Path) -> bytes:
 
     try:
         return path.read_bytes() if path.exists() and Plan.load(path).changes else b""
-    except PlanError:
+    except UsageError:
         return path.read_bytes()
 
 

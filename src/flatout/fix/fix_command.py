@@ -44,8 +44,7 @@ def fix(
     keep_in: Path | None = None,
     unprotected: bool = False,
 ) -> FixResult:
-    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are
-    thrown away.
+    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are thrown away.
 
     Where no overlay can be mounted, it is refused, or if `unprotected` done with redirection alone.
     """
@@ -95,18 +94,13 @@ def _refused(why_not: str) -> UsageError:
     )
 
 
-def _keep_output(printed: Path, kept: Path) -> None:
-    """Keep the end of what a command has printed, without secrets, for its owner alone."""
-    if printed.is_file():
-        write_whole(kept, end_of(printed, _MOST_OUTPUT), mode=PRIVATE)
-
-
 def copy_recording(folder: Path, to: Path) -> list[str]:
     """Copy a recording, whole or not at all; returns a remark where that fails."""
     part = to.with_name(f"{to.name}.part")
     try:
         shutil.copytree(folder, part, ignore=shutil.ignore_patterns(OUTPUT))
-        _keep_output(folder / OUTPUT, part / OUTPUT)
+        if (folder / OUTPUT).is_file():
+            write_whole(part / OUTPUT, end_of(folder / OUTPUT, _MOST_OUTPUT), mode=PRIVATE)  # without secrets
         part.rename(to)
     except OSError as problem:  # the plan and the report matter more
         shutil.rmtree(part, ignore_errors=True)

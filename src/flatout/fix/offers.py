@@ -1,18 +1,7 @@
-"""Trace → Offers: which changes to try next, those that promise much first, and of these the harmless ones
-first.
+"""Trace → Offers: which changes to try next, those that promise much first, and of these the harmless ones first.
 
-The diagnosis says what is wrong; here it becomes changes, by the script's own knob where it has one. Changes
-that belong together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it
-fails:
-
-    data path   elastic loader, page-locking, device prefetch, gc freeze, fewer threads; transforms on the GPU where the
-                cores are the limit, or where training still waits for data with all of that
-    compute     precision, channels_last, fused optimizer, cuDNN benchmark; with them a data path that promises little:
-                what a loader costs may matter beside a fast step
-    compile     alone, since it takes long; with one rank as CUDA graphs first
-    batch size  with the learning rate, if allowed: twice or four times as large, again while that pays; a data path
-                that promises little goes along here too
-    pauses      evaluation and checkpoints less often, if allowed
+A finding asks for changes, which are made by the script's own knob where it has one. Changes that belong together and
+rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails. docs/FIX.md lists the offers.
 """
 
 from __future__ import annotations
@@ -75,11 +64,6 @@ class Offer:
         return all(change.name in _DATA_PATH for change in self.changes)
 
     @property
-    def splits(self) -> bool:
-        """Whether it can be tried part by part."""
-        return len(self.parts) > 1
-
-    @property
     def parts(self) -> list[Offer]:
         """What to try where the whole failed: each change alone, but a batch with its learning rate."""
         batch = tuple(change for change in self.changes if change.name in _BATCH)
@@ -89,7 +73,7 @@ class Offer:
     @property
     def worth_splitting(self) -> bool:
         """Whether so much was hoped for that one change may hide what another brings."""
-        return self.splits and self.promise >= _MIN_PROMISE
+        return len(self.parts) > 1 and self.promise >= _MIN_PROMISE
 
 
 def in_words(change: Change) -> str:
@@ -243,8 +227,8 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
 
 
 def _with_data_path(permitted: list[Offer]) -> list[Offer]:
-    """A data path that promises little goes along with an offer that promises much: workers that disturb nobody
-    beside a slow step may do so beside a fast one, and a larger batch needs its samples as fast."""
+    """A data path that promises little goes along with what promises much: workers that disturb nobody beside a slow
+    step may do so beside a fast one, and a larger batch needs its samples as fast."""
     loading = next((o for o in permitted if o.promise < _MIN_PROMISE and o.only_loads), None)
     hosts = (*COMPUTE, "batch_size")
     host = next((o for o in permitted if o.promise >= _MIN_PROMISE and o.changes[0].name in hosts), None)
@@ -257,8 +241,7 @@ def _with_data_path(permitted: list[Offer]) -> list[Offer]:
 def _order(offer: Offer, *, compiled: bool) -> tuple[bool, bool, bool, float]:
     """What promises much comes first, and of that what leaves learning alone; then the rest in the same way.
 
-    Compiling comes last, since every later run pays for it at its start. Once it is kept, another mode is a
-    change like any other.
+    Compiling comes last, since every later run pays for it at its start; once kept, another mode is like any change.
     """
     compiles = not compiled and all(change.name == "compile" for change in offer.changes)
     changes_learning = any(change.safety == "semantic" for change in offer.changes)
@@ -283,9 +266,10 @@ def _offer(changes: Sequence[Change], findings: Sequence[Finding]) -> Offer | No
 def _data_path(view: View) -> Offer | None:
     found, frozen, metrics = view.found("data.", "copy."), view.found("pause.gc"), view.metrics
     changes: list[Change] = []
-    crowded = metrics.workers > (metrics.cores or math.inf) and not metrics.elastic  # which may matter to a faster step
+    # More workers than cores may matter to a faster step.
+    crowded = metrics.workers > (metrics.machine.cores or math.inf) and not metrics.elastic
     if (found or crowded) and metrics.loader is not NO_LOADER:
-        why = found[0].title if found else f"{metrics.workers} workers on {metrics.cores:g} cores"
+        why = found[0].title if found else f"{metrics.workers} workers on {metrics.machine.cores:g} cores"
         changes += _workers(view, found, why)
         if metrics.on_gpu and not metrics.loader.pin_memory:
             changes.append(_change("pin_memory", True, why))
@@ -305,8 +289,7 @@ def _data_path(view: View) -> Offer | None:
 def _workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
     """The elastic loader; where that cannot be had or does not pay, a number of workers.
 
-    No worker of any kind where the loop makes the batches itself and writes to its dataset, or samples fill
-    it.
+    None of either where the loop makes the batches itself and writes to its dataset, or samples fill it.
     """
     loader, changes = view.metrics.loader, []
     if loader.written or loader.fills:
@@ -315,7 +298,7 @@ def _workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
         changes.append(_elastic(view, why))
     elif not loader.iterable:  # the workers of a stream decide what is in the data
         asked = [finding.value for finding in found if finding.change == "num_workers" and finding.value]
-        wanted = int([*asked, view.metrics.spare_cores][0])
+        wanted = int([*asked, view.metrics.machine.spare_cores][0])
         if wanted != loader.num_workers:
             knob = view.knob("num_workers", loader.num_workers)
             changes.append(_change("num_workers", wanted, why, safety=_elastic(view, why).safety, knob=knob))
@@ -327,15 +310,14 @@ def _workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
 
 
 def _elastic(view: View, why: str) -> Change:
-    draws = any(report.random_used for report in view.metrics.reports) or not view.metrics.reports
+    draws = any(report.random_used for report in view.metrics.work.reports) or not view.metrics.work.reports
     return _change("loader", "elastic", why, safety="reseeded" if draws else "identical")
 
 
 def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
-    """One thread a worker, where workers and threads together outnumber the cores: by the script's own
-    setting for them, else by limiting the libraries. The elastic loader's workers have one thread of these
-    anyway."""
-    workers, cores = view.metrics.workers, view.metrics.cores or math.inf
+    """One thread a worker, where threads outnumber the cores: by the script's own setting, else by limiting the
+    libraries, as the elastic loader does anyway."""
+    workers, cores = view.metrics.workers, view.metrics.machine.cores or math.inf
     many = [knob for knob in view.knobs("threads", _is_count) if knob.value > 1 and workers * knob.value > cores]
     if many:
         return [_change(f"{SETTING}{many[0].name}", 1, why, safety="identical", knob=many[0].text)]
@@ -376,12 +358,11 @@ def _compute(view: View) -> Offer | None:
         "cudnn_benchmark": facts.channels_last is not None and not facts.deterministic,
         "fused_optimizer": facts.optimizer in FUSABLE,
     }
-    changes, found = _precision(view), []
-    if changes:
-        found = view.asking_for("precision")
-    for name in (name for name, possible in can.items() if possible):
+    changes = _precision(view)
+    found = view.asking_for("precision") if changes else []
+    for name, possible in can.items():
         spec, asking = BY_NAME[name], view.asking_for(name)
-        if spec.is_off is not None and spec.is_off(facts) and (asking or changes):
+        if possible and spec.is_off is not None and spec.is_off(facts) and (asking or changes):
             reasons = [*(finding.title for finding in asking), "goes with the others"]
             changes.append(_change(name, True, reasons[0], knob=view.knob(name, False)))
             found += asking
@@ -406,9 +387,8 @@ def _precision(view: View) -> list[Change]:
 def _compile(view: View) -> Offer | None:
     """As CUDA graphs, which launch many kernels at once, or as it is by default."""
     kept, late = view.holds("compile"), view.metrics.waits_for_launches("forward", "backward")
-    found = [
-        f for f in view.asking_for("compile") if f.code != "launch.bound" or late > _MIN_LATE
-    ]  # graphs spare those
+    # Graphs spare launches: few late ones are no reason.
+    found = [one for one in view.asking_for("compile") if one.code != "launch.bound" or late > _MIN_LATE]
     by_the_script = view.metrics.facts.compiled and not kept
     if not view.metrics.on_gpu or by_the_script or not (found or kept or late > LATE_LAUNCHES):
         return None
@@ -450,7 +430,7 @@ def _larger_batch(view: View) -> Offer | None:
         return None
     if view.holds("loader") and metrics.share("data") > _STARVED:  # which has all workers that help
         return None
-    reserved, total = metrics.facts.memory_reserved_bytes, metrics.gpu("memory_total_bytes").high
+    reserved, total = metrics.facts.memory_reserved_bytes, metrics.machine.gpu("memory_total_bytes").high
     if not reserved or not math.isfinite(total) or reserved / total > _ROOM_IN_MEMORY:
         return None
     share, most = reserved / total, (metrics.loader.length or math.inf) / _MIN_BATCHES

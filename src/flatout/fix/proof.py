@@ -1,20 +1,8 @@
 """Is training the same? Fingerprints of two runs → a Proof, in the words of the safety classes.
 
-identical    what reaches the model is the same, byte for byte, and so are the samples and their order;
-             the loss stays within the margin too
-reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation.
-             Where these were drawn in the training process, they also seeded the shuffle of the next
-             pass: then the first pass has the same order, and the later ones are shuffles of the same
-             samples
-equivalent   paired runs with the same seed and data: the mean difference of the loss over the last 100 of
-             at least 200 steps lies within a margin, with its whole interval, and the weights come as
-             far, in the same direction. The margin is 1% of the loss, or what two runs of the same plan
-             differ by where that is more. A loss that is lower by more is no proof either: the same
-             mathematics does not learn better
-
-Every five steps the one run goes on from the weights of the other. Left on their own, some trainings make
-a 30% other loss of any rounding, and of the order in which a GPU adds; so what a change does could not be
-told from that. Runs that are too short prove nothing, and say so.
+`same_batches` compares what reaches the model, `same_loss` the loss and the weights; docs/FIX.md has what each class
+takes. Every five steps the one run goes on from the weights of the other: left on their own, some trainings make a 30%
+other loss of any rounding, so what a change does could not be told from that. Runs too short prove nothing, and say so.
 """
 
 from __future__ import annotations
@@ -23,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -62,13 +50,12 @@ class Proof:
 
 def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     """Whether the same bytes of the same samples reach the model in order. `repeat`: `before` once more."""
-    broken = _cannot_compare(before, after)
-    if broken is not None:
+    if broken := _cannot_compare(before, after):
         return broken
     unlike = _other_samples(before, after)
     shuffled = unlike is not None and all(map(_only_shuffled, before.proof, after.proof))
     if unlike is not None and not shuffled:
-        return _failed(unlike)
+        return failed(unlike)
     batches, at_the_model, same_bytes, known = 0, 0, True, True
     for ours, theirs in zip(before.proof, after.proof, strict=True):
         indices, inputs = _in_order("indices", ours, theirs), _in_order("inputs", ours, theirs)
@@ -78,13 +65,13 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
         same_bytes = same_bytes and all(inputs) and _first_difference(*inputs) is None
     needed = FEWEST_BATCHES * len(before.proof)
     if batches < needed:
-        return _unproven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
+        return not_proven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
     if same_bytes and at_the_model < needed:
-        return _unproven(f"only {at_the_model} batches were seen at the model, {FEWEST_BATCHES} are needed")
+        return not_proven(f"only {at_the_model} batches were seen at the model, {FEWEST_BATCHES} are needed")
     if same_bytes:
         return _with_losses(before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:
-        return _failed("other bytes reach the model, and which samples they are is not known")
+        return failed("other bytes reach the model, and which samples they are is not known")
     order = "in the same order"
     if shuffled:
         order += " in the first epoch, and shuffled by other random numbers after it"
@@ -107,34 +94,36 @@ def same_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
     for place in range(several):
         one = _same_mean_loss(*(_of_pass(run, place) for run in runs))
         if one.standing == "failed":
-            return _failed(f"backward pass {place + 1} of each step: {one.text}")
+            return failed(f"backward pass {place + 1} of each step: {one.text}")
     return proof
 
 
-def _failed(text: str) -> Proof:
+def failed(text: str) -> Proof:
+    """The change does something else."""
     return Proof(standing="failed", text=text)
 
 
-def _unproven(text: str) -> Proof:
+def not_proven(text: str) -> Proof:
+    """The runs say nothing about the change."""
     return Proof(standing="not proven", text=text)
 
 
 def _cannot_compare(before: Run, after: Run) -> Proof | None:
     """Why two runs cannot be compared, or that one of them takes other steps than the other."""
     if before.hung or (before.code and not after.code):
-        return _unproven(f"the run without it failed: {before.reason()}")
+        return not_proven(f"the run without it failed: {before.reason()}")
     if after.hung or after.code not in (0, before.code):
-        return _unproven(f"its run failed: {after.reason()}")
+        return not_proven(f"its run failed: {after.reason()}")
     if len(before.proof) != len(after.proof) or not before.proof:
-        return _unproven(f"fingerprints of {len(before.proof)} and {len(after.proof)} ranks")
+        return not_proven(f"fingerprints of {len(before.proof)} and {len(after.proof)} ranks")
     asked = min(before.asked, after.asked)
     for ours, theirs in zip(before.proof, after.proof, strict=True):
         steps, now = min(len(ours), asked), min(len(theirs), asked)
         if steps != now:
-            return _failed(f"training ends after {now} steps instead of {steps}")
+            return failed(f"training ends after {now} steps instead of {steps}")
     refused = [f"{name}: {why}" for name, why in after.refused.items() if name not in before.refused]
     if refused:
-        return _unproven(f"it was not made in the proof's run ({'; '.join(refused)})")
+        return not_proven(f"it was not made in the proof's run ({'; '.join(refused)})")
     return None
 
 
@@ -144,17 +133,15 @@ def _cannot_compare(before: Run, after: Run) -> Proof | None:
 def _other_samples(before: Run, after: Run) -> str | None:
     """Where the two runs part in their samples or the order of them, in words."""
     for rank, (ours, theirs) in enumerate(zip(before.proof, after.proof, strict=True)):
-        indices = _in_order("indices", ours, theirs)
-        differs = _first_difference(*indices)
-        if differs is not None:
+        batches = _in_order("indices", ours, theirs)
+        place = _first_difference(*batches)
+        if place is not None:
             where = f"rank {rank}, " if len(before.proof) > 1 else ""
-            return f"{where}batch {differs + 1}: {_how_unlike(indices, differs)}"
+            return f"{where}batch {place + 1}: {_how_unlike(batches[0][place], batches[1][place])}"
     return None
 
 
-def _how_unlike(batches: Sequence[Batches], place: int) -> str:
-    """What happened to the samples, in a word."""
-    ours, theirs = batches[0][place], batches[1][place]
+def _how_unlike(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
     if sorted(map(str, ours)) == sorted(map(str, theirs)):
         return "the same samples in another order"
     return f"other samples: {_few(ours)} became {_few(theirs)}"
@@ -170,8 +157,8 @@ def _few(batch: Sequence[Any]) -> str:
 def _only_shuffled(ours: Sequence[ProofStep], theirs: Sequence[ProofStep]) -> bool:
     """Whether two runs part only in the shuffles of later passes.
 
-    They do when samples that draw random numbers are no longer loaded in the training process: its stream
-    of random numbers, from which shuffles are seeded, then goes another way.
+    They do when samples that draw random numbers are no longer loaded in the training process, whose stream of random
+    numbers seeds the shuffles.
     """
     places = [next(iter(_in_order("begins", steps)[0]), None) for steps in (ours, theirs)]
     if places != ["here", "elsewhere"]:
@@ -243,8 +230,7 @@ def _difference(a: Sequence[float], b: Sequence[float]) -> _Difference:
 def _resampled_means(values: Sequence[float]) -> list[float]:
     """A bootstrap: sorted means of resamples by short blocks of neighbours, which wrap round the end.
 
-    Not the blocks of `model.stats`: a loss falls over the steps compared, and eight long blocks would take
-    that for noise.
+    Not the blocks of `model.stats`: a loss falls over these steps, and eight long blocks would take that for noise.
     """
     length = max(1, round(len(values) ** (1 / 3)))
     round_the_end = [*values, *values[: length - 1]]
@@ -255,14 +241,13 @@ def _resampled_means(values: Sequence[float]) -> list[float]:
 
 def _losses(before: Run, after: Run) -> tuple[list[float], list[float]]:
     """The losses of the first rank, step by step, where both have one."""
-    pairs = [(x.loss, y.loss) for x, y in _steps(before, after) if x.loss is not None and y.loss is not None]
+    steps = zip(_of_first_rank(before), _of_first_rank(after), strict=False)
+    pairs = [(x.loss, y.loss) for x, y in steps if x.loss is not None and y.loss is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _steps(before: Run, after: Run) -> Iterator[tuple[ProofStep, ProofStep]]:
-    if not before.proof or not after.proof:
-        return iter(())
-    return zip(before.proof[0], after.proof[0], strict=False)
+def _of_first_rank(run: Run) -> tuple[ProofStep, ...]:
+    return next(iter(run.proof), ())
 
 
 def _became_infinite(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -276,31 +261,32 @@ def _equal_to_the_last_bit(a: Sequence[float], b: Sequence[float]) -> bool:
 def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing, text: str) -> Proof:
     """The same batches may still teach otherwise: weights that went stale, say."""
     reseeded = standing == "reseeded"
+    margin, as_far = MARGIN, AS_FAR
+    if reseeded:
+        margin, as_far = RESEEDED_MARGIN, RESEEDED_AS_FAR
     a, b = _losses(before, after)
     if _became_infinite(a, b):
-        return _failed(f"{text}, but the loss is not finite any more")
-    astray = _astray(before, after, RESEEDED_AS_FAR if reseeded else AS_FAR)
+        return failed(f"{text}, but the loss is not finite any more")
+    astray = _astray(before, after, as_far)
     if astray is not None:
-        return _failed(f"{text}, but {astray}")
+        return failed(f"{text}, but {astray}")
     if not a:
         return Proof(standing=standing, text=f"{text}; no loss was seen")
     if _equal_to_the_last_bit(a, b):
         return Proof(standing=standing, text=f"{text}; {len(a)} losses equal to the last bit")
     again = _losses_of_repeat(before, repeat, len(a))
     if not reseeded and _repeats_exactly(before, a, again):
-        return _failed(f"{text}, but the losses are not equal to the last bit")
+        return failed(f"{text}, but the losses are not equal to the last bit")
     last = max(1, min(COMPARED, len(a) // 2))
     apart = _difference(a[-last:], b[-last:])
-    margin = RESEEDED_MARGIN if reseeded else MARGIN
     if again:
         margin = max(margin, _REPEATS_APART * abs(_difference(a[-last:], again[-last:]).value))
-    # With the same bytes, the loss itself has to lie within the margin; with other random numbers, its
-    # interval may.
+    # With the same bytes, the loss itself has to lie within the margin; with other random numbers, its interval may.
     within = abs(apart.value) <= margin
     if reseeded:
         within = apart.low <= margin and apart.high >= -margin
     if not within:
-        return _failed(f"{text}, but the loss is {apart.value:+.1%} ({last} steps, margin {margin:.0%})")
+        return failed(f"{text}, but the loss is {apart.value:+.1%} ({last} steps, margin {margin:.0%})")
     text = f"{text}; loss {apart.value:+.2%} over the last {last} steps"
     if abs(apart.value) > margin:
         text += f", by chance as far as {last} steps can tell ({apart.low:+.0%} to {apart.high:+.0%})"
@@ -329,17 +315,15 @@ def _of_pass(run: Run, place: int) -> Run:
 
 
 def _same_mean_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
-    broken = _cannot_compare(before, after)
-    if broken is not None:
+    if broken := _cannot_compare(before, after):
         return broken
-    unlike = _other_samples(before, after)
-    if unlike is not None:
-        return _failed(unlike)
+    if unlike := _other_samples(before, after):
+        return failed(unlike)
     a, b = _losses(before, after)
     if len(a) < FEWEST_LOSSES:
-        return _unproven(f"{len(a)} steps with a loss, {FEWEST_LOSSES} are needed")
+        return not_proven(f"{len(a)} steps with a loss, {FEWEST_LOSSES} are needed")
     if _became_infinite(a, b):
-        return _failed("the loss is not finite any more")
+        return failed("the loss is not finite any more")
     apart, moved = _difference(a[-COMPARED:], b[-COMPARED:]), _typical_move(before, after)
     margin, margin_in_words = _margin(before, alone)
     text = f"loss {apart.value:+.2%} ({apart.low:+.2%} to {apart.high:+.2%}) over the last {COMPARED} steps"
@@ -350,11 +334,11 @@ def _same_mean_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
     if astray is not None and astray not in text:
         text += f"; {astray}"
     if astray is not None or apart.low > margin or apart.high < -margin:
-        return _failed(text)
+        return failed(text)
     same_way = moved is None or moved.direction >= SAME_WAY
     if same_way and -margin < apart.low and apart.high < margin:
         return Proof(standing="equivalent", text=text)
-    return _unproven(text)
+    return not_proven(text)
 
 
 def _margin(before: Run, alone: Run | None) -> tuple[float, str]:
@@ -394,8 +378,7 @@ def _typical_move(before: Run, after: Run) -> WeightMove | None:
 def _astray(before: Run, after: Run, within: float) -> str | None:
     """What weights do that those they follow do not, in words.
 
-    Other random numbers lead each tensor elsewhere: then only all of them together are asked, and only for
-    a factor of two.
+    Other random numbers lead each tensor elsewhere: then only all of them together are asked, for a factor of two.
     """
     moved = _typical_move(before, after)
     if moved is None:
@@ -409,8 +392,7 @@ def _astray(before: Run, after: Run, within: float) -> str | None:
     still = sum(move.length < _STANDS_STILL for move in moves)
     if still > 1 and still > len(moves) / 10:
         return f"weights stand still {still} times of {len(moves)}"
-    # All tensors together hide one that no longer learns. A small one is further off by chance than a large
-    # one.
+    # All tensors together hide one that no longer learns. A small one is further off by chance than a large one.
     for drift in after.drifts:
         by_chance = _MOST_COHERENCE * (1 + 2 / math.sqrt(drift.size))
         if drift.drift > _MOST_DRIFT and drift.coherence > by_chance:

@@ -3,20 +3,18 @@
     the command as it was ─► + reseeded ─┬─► + identical
                                          └─► + identical + equivalent
 
-The classes are proven one on top of the other, so that two runs that are compared differ in one class
-only. Each run follows the one that it is compared with: every few steps it goes on from that one's
-weights (inside/weights.py). Where the loss differs by more than it may, the run that it is compared with
-is repeated on its own: that shows what the machine alone does. Nobody times these runs, so they go side
-by side where there is room.
+Classes are proven one on top of the other, so that two runs that are compared differ in one class only. Each run
+follows the one it is compared with: every few steps it goes on from that one's weights (inside/weights.py). Where the
+loss differs by too much, that one is repeated on its own, which shows how far the machine alone makes runs differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flatout.fix.offers import all_in_words, with_changes
-from flatout.fix.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
+from flatout.fix.proof import FEWEST_LOSSES, Proof, failed, not_proven, same_batches, same_loss
 from flatout.fix.runs import ProofRun, Run
 from flatout.model.plan import Change
 
@@ -26,24 +24,7 @@ AS_IT_WAS = "the command as it was"
 ONCE_MORE = "without it once more: what the machine alone does"
 
 Changes = tuple[Change, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ProofVerdict:
-    """What was shown of some changes together."""
-
-    changes: Changes
-    proof: Proof
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofRunner:
-    """How runs of a proof are made: `run` takes what they are for, in words, and makes all of them."""
-
-    run: Callable[[str, Sequence[ProofRun]], list[Run]]
-    side_by_side: bool
-    has_time: Callable[[], bool]
-    say: Callable[[str], None]
+Verdict = tuple[Changes, Proof]  # what was shown of some changes together
 
 
 def proof_steps(changes: Sequence[Change]) -> int:
@@ -51,48 +32,71 @@ def proof_steps(changes: Sequence[Change]) -> int:
     return PARITY_STEPS if any(change.safety == "equivalent" for change in changes) else IDENTITY_STEPS
 
 
-def prove(runner: ProofRunner, kept: Sequence[Change]) -> Iterator[ProofVerdict]:
+@dataclass(kw_only=True)
+class ProofRuns:
+    """The runs of a proof, each made once: `make` takes what they are for, in words, and makes all of them."""
+
+    make: Callable[[str, Sequence[ProofRun]], list[Run]]
+    side_by_side: bool
+    has_time: Callable[[], bool]
+    say: Callable[[str], None]
+    finished: list[tuple[ProofRun, Run]] = field(default_factory=list)
+
+    def make_together(self, requests: Sequence[ProofRun]) -> None:
+        """Make these runs side by side, where there is room; `get` finds them."""
+        if self.side_by_side and len(requests) > 1:
+            runs = self.make(f"{len(requests)} runs side by side", requests)
+            self.finished += zip(requests, runs, strict=True)
+
+    def get(self, what: str, request: ProofRun) -> Run | None:
+        """The run that is there already, or a new one; None where there is no time for it."""
+        for finished, run in self.finished:
+            if finished == request:
+                return run
+        if not self.has_time():
+            return None
+        (run,) = self.make(what, [request])
+        self.finished.append((request, run))
+        return run
+
+
+def prove(runs: ProofRuns, kept: Sequence[Change]) -> Iterator[Verdict]:
     """Prove everything that was kept, class by class; a verdict is given as soon as it is known."""
     reseeded, identical, rounded = (
         tuple(change for change in kept if change.safety == safety)
         for safety in ("reseeded", "identical", "equivalent")
     )
-    if not reseeded and not identical and not rounded:
-        return
-    runs, long = _Runs(runner), proof_steps(rounded)
+    long = proof_steps(rounded)
     base = plain = ProofRun(changes=(), steps=long, leads=1)
     if reseeded:
         plain = ProofRun(changes=(), steps=IDENTITY_STEPS, leads=1)
         base = ProofRun(changes=reseeded, steps=long, follows=1, leads=2)
     runs.make_together([plain, *_likely_runs(base, identical, rounded)])
     as_it_was = runs.get(AS_IT_WAS, plain)
-    if as_it_was.broke_off:
-        failed = Proof(standing="not proven", text=f"the command as it was failed: {as_it_was.reason()}")
-        yield ProofVerdict((*reseeded, *identical, *rounded), failed)
+    if as_it_was is not None and as_it_was.broke_off:
+        why = f"the command as it was failed: {as_it_was.reason()}"
+        yield (*reseeded, *identical, *rounded), not_proven(why)
         return
     if reseeded:
-        standings = ("reseeded", "identical")
-        passed = yield from _Class(runs=runs, base=plain, standings=standings, whole=base).prove(reseeded)
+        passed = yield from _prove_class(runs, reseeded, plain, standings=("reseeded", "identical"), whole=base)
         if not passed:
             base = plain
         elif passed != reseeded:
             base = ProofRun(changes=passed, steps=long, follows=1, leads=3)
     same = base.changes
     if identical:
-        passed = yield from _Class(runs=runs, base=base, standings=("identical",)).prove(identical)
+        passed = yield from _prove_class(runs, identical, base, standings=("identical",))
         same = with_changes(same, passed)
     if rounded:
         if base.steps < PARITY_STEPS:  # what was reseeded did not pass
             base = ProofRun(changes=(), steps=PARITY_STEPS, leads=4)
-        yield from _Class(runs=runs, base=base, beside=same).prove(rounded)
+        yield from _prove_class(runs, rounded, base, beside=same)
 
 
 def _likely_runs(base: ProofRun, identical: Changes, rounded: Changes) -> list[ProofRun]:
     """The runs that a proof takes where all goes well, and two that may turn out to be needed: the rest
-    without compiling, and a repeat of what it is all compared with."""
-    runs = []
-    if base.follows:
-        runs.append(base)
+    without compiling, and a repeat of the run that all others are compared with."""
+    runs = [base] if base.follows else []
     if identical:
         runs.append(_on_top(base, identical, IDENTITY_STEPS))
     if rounded:
@@ -101,110 +105,86 @@ def _likely_runs(base: ProofRun, identical: Changes, rounded: Changes) -> list[P
     return runs
 
 
-class _Runs:
-    """Makes the runs of a proof, each of them once."""
+def _prove_class(
+    runs: ProofRuns,
+    changes: Changes,
+    base: ProofRun,
+    *,
+    beside: Changes = (),
+    standings: tuple[str, ...] = (),
+    whole: ProofRun | None = None,
+) -> Generator[Verdict, None, Changes]:
+    """Verdicts on all of these together, or else on one after the other; returns those that passed.
 
-    def __init__(self, runner: ProofRunner) -> None:
-        self._runner = runner
-        self._finished: list[tuple[ProofRun, Run]] = []
-        self.say = runner.say
+    Their runs, with those `beside` them, are compared with `base`: the same bytes have to reach the model, as far
+    as `standings` say; without any, the loss has to be the same. `whole`: the run of all of them, where others
+    follow it.
+    """
+    repeat: Run | None = None
+    steps, once_more = PARITY_STEPS, _on_its_own(base)
+    if standings:
+        steps, once_more = IDENTITY_STEPS, _on_top(base, (), IDENTITY_STEPS)
 
-    def make_together(self, requests: Sequence[ProofRun]) -> None:
-        """Make these runs side by side, where there is room; `get` finds them."""
-        if self._runner.side_by_side and len(requests) > 1:
-            runs = self._runner.run(f"{len(requests)} runs side by side", requests)
-            self._finished += zip(requests, runs, strict=True)
-
-    def can_get(self, request: ProofRun) -> bool:
-        """Whether the run is there already, or there is time to make it."""
-        return self._runner.has_time() or any(finished == request for finished, _ in self._finished)
-
-    def get(self, what: str, request: ProofRun) -> Run:
-        """The run that is there already, or a new one."""
-        for finished, run in self._finished:
-            if finished == request:
-                return run
-        (run,) = self._runner.run(what, [request])
-        self._finished.append((request, run))
-        return run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Class:
-    """How changes of one class are proven, on top of those `beside` them: their runs are compared with `base`.
-
-    The same bytes have to reach the model, as far as `standings` say; without any, the loss has to be the
-    same. `whole`: the run of all of them, where others follow it."""
-
-    runs: _Runs
-    base: ProofRun
-    beside: Changes = ()
-    standings: tuple[str, ...] = ()
-    whole: ProofRun | None = None
-
-    def prove(self, changes: Changes) -> Generator[ProofVerdict, None, Changes]:
-        """Verdicts on all of these together, or else on one after the other; returns those that passed."""
-        repeat = None
-        proof = self._proof(changes, repeat)
-        again = _on_top(self.base, (), IDENTITY_STEPS) if self.standings else _on_its_own(self.base)
-        # A machine that never gives the same bytes or losses twice is no fault of the change.
-        if not proof.holds and self.runs.can_get(again):
-            repeat = self.runs.get(ONCE_MORE, again)
-            proof = self._proof(changes, repeat)
-        if proof.holds or len(changes) == 1:
-            yield ProofVerdict(changes, proof)
-            return changes if proof.holds else ()
-        rest = _uncompiled(changes)  # compiling is the first suspect
-        if rest:
-            without = self._proof(rest, repeat)
-            if without.holds:
-                yield ProofVerdict(tuple(change for change in changes if change not in rest), proof)
-                yield ProofVerdict(rest, without)
-                return rest
-        self.runs.say(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
-        # One on top of the others that passed: 0.7% and 0.7% of the loss are more than 1%.
-        passed: Changes = ()
-        for change in changes:
-            proof = self._proof((*passed, change), repeat)
-            if proof.holds:
-                passed, shown = (*passed, change), proof
-            else:
-                beside = f", together with {all_in_words(passed)}" if passed else ""
-                yield ProofVerdict((change,), Proof(standing=proof.standing, text=f"{proof.text}{beside}"))
-        if passed:
-            yield ProofVerdict(passed, shown)
-        return passed
-
-    def _proof(self, changes: Changes, repeat: Run | None) -> Proof:
-        request = self.whole
+    def show(changes: Changes) -> Proof:
+        request = whole
         if request is None or request.changes != changes:
-            steps = IDENTITY_STEPS if self.standings else PARITY_STEPS
-            request = _on_top(self.base, with_changes(self.beside, changes), steps)
-        if not self.runs.can_get(request):
-            return Proof(standing="not proven", text="the budget was spent")
-        before = self.runs.get(all_in_words(self.base.changes) or AS_IT_WAS, self.base)
-        run = self.runs.get(all_in_words(changes), request)
-        if not self.standings:
+            request = _on_top(base, with_changes(beside, changes), steps)
+        before = runs.get(all_in_words(base.changes) or AS_IT_WAS, base)
+        run = runs.get(all_in_words(changes), request)
+        if before is None or run is None:
+            return not_proven("the budget was spent")
+        if not standings:
             return same_loss(before, run, repeat)
-        proof = same_batches(before, run, repeat)
-        if not proof.holds or proof.standing in self.standings:
-            return proof
-        if repeat is not None and same_batches(before, repeat).standing not in self.standings:
-            return Proof(standing="not proven", text="other bytes reach the model in every run, without it too")
-        return Proof(standing="failed", text=f"{proof.text}, where none should differ")
+        return _at_least(standings, before, run, repeat)
+
+    proof = show(changes)
+    # A machine that never gives the same bytes or losses twice is no fault of the change.
+    if not proof.holds:
+        repeat = runs.get(ONCE_MORE, once_more)
+        proof = show(changes)
+    if proof.holds or len(changes) == 1:
+        yield changes, proof
+        return changes if proof.holds else ()
+    rest = _uncompiled(changes)  # compiling is the first suspect
+    without = show(rest) if rest else proof
+    if without.holds:
+        yield tuple(change for change in changes if change not in rest), proof
+        yield rest, without
+        return rest
+    runs.say(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
+    # One on top of the others that passed: 0.7% and 0.7% of the loss are more than 1%.
+    passed: Changes = ()
+    for change in changes:
+        proof = show((*passed, change))
+        if proof.holds:
+            passed, shown = (*passed, change), proof
+        else:
+            together = f", together with {all_in_words(passed)}" if passed else ""
+            yield (change,), Proof(standing=proof.standing, text=f"{proof.text}{together}")
+    if passed:
+        yield passed, shown
+    return passed
+
+
+def _at_least(standings: tuple[str, ...], before: Run, run: Run, repeat: Run | None) -> Proof:
+    """Whether the batches are the same as one of these standings takes it."""
+    proof = same_batches(before, run, repeat)
+    if not proof.holds or proof.standing in standings:
+        return proof
+    if repeat is not None and same_batches(before, repeat).standing not in standings:
+        return not_proven("other bytes reach the model in every run, without it too")
+    return failed(f"{proof.text}, where none should differ")
 
 
 def _uncompiled(changes: Changes) -> Changes:
-    """The rest, where one of them is to compile; else nothing."""
+    """The other changes, where one of them is to compile; else nothing."""
     rest = tuple(change for change in changes if change.name != "compile")
     return rest if len(rest) < len(changes) else ()
 
 
 def _on_its_own(base: ProofRun) -> ProofRun:
-    """The same run again, following nobody."""
     return ProofRun(changes=base.changes, steps=PARITY_STEPS)
 
 
 def _on_top(base: ProofRun, changes: Changes, steps: int) -> ProofRun:
-    """A run that follows another, with these changes too."""
     return ProofRun(changes=with_changes(base.changes, changes), steps=steps, follows=base.leads)

@@ -1,11 +1,9 @@
-"""What a fix has found: every run, every change that was tried and what became of it, and the plan that
-comes of it."""
+"""The result of a fix: every run, every change that was tried and its verdict, and the plan made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flatout.fix.offers import Offer, in_words
 from flatout.fix.runs import Run
@@ -15,19 +13,18 @@ from flatout.model.stats import Gain, RunNoise
 
 
 class ProgressListener:
-    """Hears how a fix goes. This one does nothing with it."""
+    """Is told how a fix goes. This one ignores it."""
 
     def run_begins(self, what: str, left_s: float, number: int, about: int) -> None:
-        """A run begins, so many of about so many (0: nobody knows), with so much of the time budget left."""
+        """Run `number` of `about` (0: not known) begins, with so much of the time budget left."""
 
     def say(self, line: str) -> None:
         """Something has become known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Attempt:
-    """A change that was tried. `together`: the others it was measured with; `how`, `where` and `also`: how
-    it was made, and at which places."""
+    """A change that was tried, `together` with others. `how`, `where` and `also` say how it was made, and where."""
 
     outcome: Outcome
     gain: Gain | None = None
@@ -39,6 +36,10 @@ class Attempt:
     @property
     def change(self) -> Change:
         return self.outcome.change
+
+    @property
+    def is_kept(self) -> bool:
+        return self.outcome.verdict == "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class RunRecord:
 
 @dataclass(slots=True, kw_only=True)
 class FixResult:
-    """What a fix has come to."""
+    """The result of a fix, so far or in the end."""
 
     attempts: list[Attempt] = field(default_factory=list)
     kept: tuple[Change, ...] = ()
@@ -63,22 +64,22 @@ class FixResult:
     paused: bool = False  # whether the gain counts evaluation and checkpoints too
     noise: RunNoise | None = None
     trials: list[RunRecord] = field(default_factory=list)
-    withheld: list[Offer] = field(default_factory=list)
+    withheld: list[Offer] = field(default_factory=list)  # for want of permission
     untried: list[Offer] = field(default_factory=list)  # for want of time
     remarks: list[str] = field(default_factory=list)
     stopped: str = ""
     interrupted: bool = False
-    written: tuple[str, ...] = ()  # files of the person's that a trial has written to, which ended it all
+    written: tuple[str, ...] = ()  # the user's files that a trial has written to, which ended the fix
     seconds: float = 0.0
 
     @property
     def tried(self) -> dict[tuple[str, str], str]:
-        """What became of each change, by its name and its value as text."""
+        """The verdict on each change, by its name and its value as text."""
         return {(a.change.name, str(a.change.value)): a.outcome.verdict for a in self.attempts}
 
     @property
     def known(self) -> set[str]:
-        """The names of what was tried, or would have been with more time or permission."""
+        """The names of what was tried or offered."""
         return {attempt.change.name for attempt in self.attempts} | self.offered
 
     @property
@@ -87,8 +88,8 @@ class FixResult:
         return {change.name for offer in (*self.withheld, *self.untried) for change in offer.changes}
 
     def attempt_at(self, change: Change) -> Attempt:
-        """What became of this one."""
-        return next(a for a in self.attempts if (a.change.name, a.change.value) == (change.name, change.value))
+        """The attempt at this change."""
+        return next(a for a in self.attempts if _same(a.change, change))
 
     def write_down(
         self,
@@ -100,38 +101,34 @@ class FixResult:
         run: Run | None = None,
         before: Speed | None = None,
     ) -> None:
-        """What became of some changes that were tried together, by which run."""
+        """The verdict on changes that were tried together, in this run."""
         old = new = None
         if before is not None and run is not None and run.speed is not None:
             old, new = before.figure, run.speed.figure
         for change in changes:
-            together = tuple(in_words(other) for other in changes if other is not change)
             outcome = Outcome(change=change, verdict=verdict, before=old, after=new, note=note)
+            together = tuple(in_words(other) for other in changes if other is not change)
             attempt = Attempt(outcome=outcome, gain=gained, together=together)
-            if run is not None and change.name in run.applied:
-                made = run.applied[change.name]
-                attempt = replace(attempt, how=made.how, where=made.where or "", also=made.also)
-            same = (change.name, change.value)
-            self.attempts = [a for a in self.attempts if (a.change.name, a.change.value) != same]
+            made = run.applied.get(change.name) if run is not None else None
+            if made is not None:
+                attempt.how, attempt.where, attempt.also = made.how, made.where or "", made.also
+            self.attempts = [a for a in self.attempts if not _same(a.change, change)]
             self.attempts.append(attempt)
 
-    def amend(self, attempt: Attempt, **parts: Any) -> None:
-        """More is known of it."""
-        self.attempts[self.attempts.index(attempt)] = replace(attempt, **parts)
-
     def drop(self, change: Change, why: str) -> None:
-        """It is kept no longer."""
+        """Keep a change no longer, nor an earlier value whose place it took."""
         attempt = self.attempt_at(change)
         verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
-        self.amend(attempt, outcome=replace(attempt.outcome, verdict=verdict, note=why))
+        attempt.outcome = replace(attempt.outcome, verdict=verdict, note=why)
         self.kept = tuple(kept for kept in self.kept if kept.name != change.name)
-        for earlier in [a for a in self.attempts if a.change.name == change.name and a.outcome.verdict == "kept"]:
-            note = f"{in_words(change)} had taken its place, and was dropped"
-            self.amend(earlier, outcome=replace(earlier.outcome, verdict="undone", note=note))
+        note = f"{in_words(change)} had taken its place, and was dropped"
+        for earlier in self.attempts:
+            if earlier.change.name == change.name and earlier.is_kept:
+                earlier.outcome = replace(earlier.outcome, verdict="undone", note=note)
 
     @property
     def measured(self) -> Run | None:
-        """The last run of what was kept and nothing else; None if there is none."""
+        """The last run, if it was of what was kept and nothing else."""
         run, kept = self.after, {change.name: change.value for change in self.kept}
         if run is None or not kept or not kept.items() <= {c.name: c.value for c in run.changes}.items():
             return None
@@ -140,10 +137,14 @@ class FixResult:
 
     @property
     def plan(self) -> Plan:
-        """The plan to train with; what was tried and not kept stands in it too."""
-        kept = {a.change.name: a for a in self.attempts if a.outcome.verdict == "kept"}
+        """The plan to train with; it also lists what was tried and not kept."""
+        kept = {a.change.name: a for a in self.attempts if a.is_kept}
         changes = tuple(replace(change, note=_note(kept[change.name])) for change in self.kept)
-        return Plan(changes=changes, tried=tuple(a.outcome for a in self.attempts if a.outcome.verdict != "kept"))
+        return Plan(changes=changes, tried=tuple(a.outcome for a in self.attempts if not a.is_kept))
+
+
+def _same(one: Change, other: Change) -> bool:
+    return (one.name, one.value) == (other.name, other.value)
 
 
 def _note(attempt: Attempt) -> str:

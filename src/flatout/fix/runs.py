@@ -1,24 +1,21 @@
 """One run of the user's command in the sandbox, and what it measured.
 
-`Runner` makes runs (`Launcher` really does, tests simulate them); a `Run` is what became of one, read from
-what it left in its folder. Most runs are timed trials; a `ProofRun` is one with fingerprints, that nobody
-times.
+`Runner` makes runs (`Launcher` really does, tests simulate them); a `Run` is what became of one, read from what it left
+in its folder. Most runs are timed trials; a `ProofRun` is one with fingerprints, that nobody times.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 import math
 import re
 import shutil
-import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,8 +52,8 @@ _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
 class WeightMove(NamedTuple):
-    """How far weights have moved since they were those of another run: the length of that way as a share of
-    the other run's, and how much they go in the same direction (a cosine)."""
+    """How far weights have come since they were another run's: as a share of its way, and in how much its direction (a
+    cosine)."""
 
     length: float
     direction: float
@@ -64,53 +61,41 @@ class WeightMove(NamedTuple):
     def as_far(self, within: float) -> bool:
         """Whether as far as the other run's, within such a factor.
 
-        Either on their own, since other random numbers in the model (dropout) turn them elsewhere; or along
-        the other's way, since rounding alone moves weights that nothing else does (a bias before a batch
-        norm).
+        On their own, since other random numbers in the model (dropout) turn them elsewhere; or along the other's way,
+        since rounding alone moves weights that nothing else does (a bias before a batch norm).
         """
         return any(1 / within <= far <= within for far in (self.length, self.length * self.direction))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """One tensor of a run that followed another.
-
-    `drift`: how far off it is in all, as a share of the other's way. `coherence`: how many times as far as
-    chance alone would make it. `length`: how long its way was each time, typically, as a share of the
-    other's. `pace`: how fast the other's moves, beside that one's other tensors.
-    """
+    """One tensor of a run that followed another."""
 
     name: str
     size: int
     dims: int
-    drift: float
-    coherence: float
-    length: float
-    pace: float
+    drift: float  # how far off it is in all, as a share of the other's way
+    coherence: float  # how many times as far as chance alone would make it
+    length: float  # how long its way typically was, as a share of the other's
+    pace: float  # how fast the other's moves, beside that one's other tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofStep:
-    """What reached the model in one step of a proof's run.
+    """What reached the model in one step of a proof's run."""
 
-    `inputs`: their checksums. `indices`: the samples of each batch. `begins`: for each batch that begins a
-    pass over the data, whether it was loaded "here", in the training process, or "elsewhere". `loss`: the
-    mean of the `losses` of its backward passes. `moved`: how the weights moved, in every fifth step of a
-    run that follows another.
-    """
-
-    inputs: tuple[str, ...] = ()
-    indices: tuple[tuple[Any, ...], ...] = ()
+    inputs: tuple[str, ...] = ()  # checksums
+    indices: tuple[tuple[Any, ...], ...] = ()  # the samples of each batch
+    # Where a batch begins a pass over the data: "here" if it was loaded in the training process, or "elsewhere".
     begins: tuple[str | None, ...] = ()
-    loss: float | None = None
-    losses: tuple[float, ...] = ()
-    moved: WeightMove | None = None
+    loss: float | None = None  # the mean of `losses`
+    losses: tuple[float, ...] = ()  # of its backward passes
+    moved: WeightMove | None = None  # in every fifth step of a run that follows another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofRun:
-    """A run that a proof needs: with these changes, so many steps. One that leads has a number; one that
-    follows it goes on from its weights every few steps."""
+    """A run that a proof needs. One that leads has a number; one that follows it goes on from its weights."""
 
     changes: tuple[Change, ...]
     steps: int
@@ -243,7 +228,7 @@ class Run:
         return why_without_effect(change, self.metrics.facts)
 
     def why_no_baseline(self, steps: int) -> str:
-        """Why this run of the command as it is, which was to take so many steps, cannot be compared with."""
+        """Why nothing can be compared with this run of the command as it is, which was to take so many steps."""
         taken = self.metrics.breakdown.steps if self.trace is not None else 0
         if self.hung:
             hint = "takes fewer steps (--steps 20), or more time (--budget)" if taken < steps else "does not end"
@@ -279,20 +264,19 @@ class Run:
 
 def runs_at_once(before: Run, now: Run) -> int:
     """How many runs of one process have room side by side: on one GPU and one host, with cores for each."""
-    total = now.metrics.gpu("memory_total_bytes").high
+    total = now.metrics.machine.gpu("memory_total_bytes").high
     reserved = max(run.metrics.facts.memory_reserved_bytes or 0 for run in (before, now))
     if not reserved or not math.isfinite(total) or now.metrics.rank.info.world_size > 1:
         return 1
-    fit = min(total / reserved, before.metrics.fits_in_memory, now.metrics.fits_in_memory)
-    return max(1, min(int(_MEMORY_FOR_RUNS * fit), int((now.metrics.cores or 0) / _CORES_A_RUN)))
+    fit = min(total / reserved, before.metrics.machine.fits_in_memory, now.metrics.machine.fits_in_memory)
+    return max(1, min(int(_MEMORY_FOR_RUNS * fit), int((now.metrics.machine.cores or 0) / _CORES_A_RUN)))
 
 
 class Launcher:
-    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the
-    user's: on an `overlay` or by redirection; where that is not said, as the system permits.
+    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the user's.
 
-    Raises OverlayError where a run fails because of its overlay, and RealWriteError where one has written
-    all the same.
+    By an `overlay` or by redirection; None: as the system permits. Raises OverlayError where a run fails because of its
+    overlay, and RealWriteError where one has written all the same.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, *, overlay: bool | None = None) -> None:
@@ -324,8 +308,8 @@ class Launcher:
     def _check_overlay(self, run: Run, *, first: bool) -> None:
         """Raise OverlayError where a run has failed because of its overlay.
 
-        Either a disk takes none; or files of others could not be copied into it. The second is said by the
-        run, or may be why the `first` run fails without saying so (torch.save does not).
+        A disk takes none, or files of others could not be copied into it; the latter may be why the `first` run fails
+        without saying so (torch.save does not).
         """
         if run.code in (0, launcher.TIMED_OUT) or not self._overlay:
             return
@@ -370,11 +354,13 @@ class Launcher:
             me = threading.get_ident()
             under_way.add(me)
             try:
-                return self._prove(one, timeout_s) if not over.is_set() else None
+                if over.is_set():
+                    return None
+                return self._prove(one, timeout_s)
             finally:
                 under_way.discard(me)
 
-        with ThreadPoolExecutor(at_once) as pool, _signals_as_ctrl_c():
+        with ThreadPoolExecutor(at_once) as pool, launcher.signals_as_ctrl_c():
             try:
                 runs = [pool.submit(start, one) for one in requests]
                 while not all(run.done() for run in runs):
@@ -395,46 +381,32 @@ class Launcher:
             return [run for run in (run.result() for run in runs) if run is not None]
 
 
-@contextlib.contextmanager
-def _signals_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt: else they would end us and leave trials behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    heard = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
-    try:
-        for number in heard:
-            signal.signal(number, signal.default_int_handler)
-        yield
-    finally:
-        for number, handler in heard.items():
-            signal.signal(number, handler)
-
-
 def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Path, *, asked: int = 0) -> Run:
     """A run from what it left in its folder."""
-    try:
-        trace: Trace | None = read(folder)
-    except TraceError:
-        trace = None
-    if trace is not None and not trace.ranks:
-        trace = None
-    changed = trace.ranks[0].facts.changes if trace is not None else ()
-    return Run(
+    run = Run(
         changes=changes,
         code=code,
         seconds=seconds,
         asked=asked,
-        trace=trace,
-        speed=measure(trace) if trace is not None else None,
         output=end_of(folder / launcher.OUTPUT),
+        proof=tuple(_proof_steps(path) for path in sorted(folder.glob("proof-*.jsonl"))),
+        drifts=tuple(Drift(**row) for path in sorted(folder.glob("drifts-*.json")) for row in _json(path)),
+        turns=tuple(turns for path in folder.glob(TURNS) for turns in _turns(path)),
+        folder=folder,
+    )
+    try:
+        trace = read(folder)
+    except TraceError:
+        return run
+    if not trace.ranks:
+        return run
+    changed = trace.ranks[0].facts.changes
+    return replace(
+        run,
+        trace=trace,
+        speed=measure(trace),
         applied={change.name: change for change in changed if change.applied},
         refused={change.name: change.how or "no reason given" for change in changed if not change.applied},
-        proof=tuple(_proof_steps(path) for path in sorted(folder.glob("proof-*.jsonl"))),
-        drifts=tuple(drift for path in sorted(folder.glob("drifts-*.json")) for drift in _drifts(path)),
-        turns=_turns(folder / TURNS),
-        folder=folder,
     )
 
 
@@ -453,37 +425,25 @@ def end_of(output: Path, most: int = _TAIL_BYTES) -> str:
     return redact_text(printed)
 
 
-def _drifts(path: Path) -> list[Drift]:
-    try:
-        return [Drift(**drift) for drift in json.loads(path.read_text(encoding="utf-8"))]
-    except ValueError:
-        return []  # cut off
+def _turns(path: Path) -> list[TurnsResult]:
+    return [TurnsResult(**row | {"gain": row["gain"] and Gain(**row["gain"])}) for row in _json(path)]
 
 
-def _turns(path: Path) -> tuple[TurnsResult, ...]:
-    if not path.exists():
-        return ()
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(TurnsResult(**row | {"gain": row["gain"] and Gain(**row["gain"])}) for row in rows)
+def _json(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return rows
 
 
 def _proof_steps(path: Path) -> tuple[ProofStep, ...]:
-    steps = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            data = json.loads(line)
-        except ValueError:
-            break  # cut off in mid-line
-        steps.append(_proof_step(data))
-    return tuple(steps)
+    return tuple(_proof_step(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
 
 
 def _proof_step(data: dict[str, Any]) -> ProofStep:
     return ProofStep(
-        inputs=tuple(data.get("inputs") or ()),
-        indices=tuple(tuple(batch) for batch in data.get("indices") or ()),
-        begins=tuple(data.get("begins") or ()),
-        loss=data.get("loss"),
-        losses=tuple(data.get("losses") or ()),
-        moved=WeightMove(*data["moved"]) if data.get("moved") else None,
+        inputs=tuple(data["inputs"]),
+        indices=tuple(tuple(batch) for batch in data["indices"]),
+        begins=tuple(data["begins"]),
+        loss=data["loss"],
+        losses=tuple(data["losses"]),
+        moved=WeightMove(*data["moved"]) if data["moved"] else None,
     )

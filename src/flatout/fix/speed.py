@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
 from flatout.model.formatting import in_full
@@ -23,10 +23,8 @@ EVALUATION_AND_CHECKPOINT = ("evaluation", "checkpoint")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed(Measured):
-    """Samples a second of all ranks; `with_pauses` counts evaluation and checkpoints too, which were seen
-    to take `pauses_s` a sample."""
+    """Samples a second of all ranks, without evaluation and checkpoints, which took `pauses_s` a sample."""
 
-    with_pauses: float
     steps: int
     unit: str = "samples/s"
     pauses_s: dict[str, float] = field(default_factory=dict)
@@ -39,10 +37,14 @@ class Speed(Measured):
         """Half the width of the 95% interval, as a share."""
         return half_width([(self.error**2, self.freedom)])
 
+    @property
+    def with_pauses(self) -> float:
+        """The same, with the pauses that were seen in its time."""
+        return self.counting(sum(self.pauses_s.values())).value
+
     def counting(self, pauses_s: float) -> Speed:
         """The same, with pauses of that length a sample in its time."""
-        value = 1 / (1 / self.value + pauses_s)
-        return replace(self, value=value, with_pauses=value)
+        return replace(self, value=1 / (1 / self.value + pauses_s), pauses_s={})
 
     @property
     def figure(self) -> Figure:
@@ -87,7 +89,6 @@ def measure(trace: Trace) -> Speed | None:
         value=each / step_ms * 1e3,
         error=error_of(blocks_ms),
         freedom=len(blocks_ms) - 1,
-        with_pauses=each / (step_ms + sum(pauses_ms.values())) * 1e3,
         steps=steps,
         unit="samples/s" if by_samples else "steps/s",
         pauses_s={kind: ms / each / 1e3 for kind, ms in pauses_ms.items()},
@@ -103,8 +104,7 @@ def _step_ms(rows: Sequence[_Row]) -> float:
 
 
 def _rows(rank: RankTrace) -> list[_Row]:
-    """Step by step. Of a run too long to be kept so (a whole epoch, for its pauses), window by window: of
-    later steps only the odd ones are there."""
+    """Step by step; of a run too long to be kept so (a whole epoch, for its pauses), window by window."""
     steps = rank.every_step()
     if steps is not None:
         return [_row_of_step(step) for step in steps]
@@ -152,8 +152,7 @@ def _warming_up(trace: Trace, rows: Sequence[_Row]) -> int:
 
 def gain_of_rarer_pauses(runs: Sequence[Speed], before_s: float, after_s: float, noise: RunNoise) -> Gain:
     """The gain where only evaluation and checkpoints changed, from `before_s` to `after_s` a sample."""
-    # Longer steps make pauses a smaller share: how large would the gain be with steps that much longer, or
-    # shorter?
+    # Longer steps make pauses a smaller share: how large would the gain be with steps that much longer, or shorter?
     step_s, sure = 1 / pooled(runs).value, math.exp(unsure(runs, runs, noise))
 
     def with_steps(longer: float) -> float:
@@ -168,7 +167,7 @@ def pooled(runs: Sequence[Speed]) -> Speed:
         value=geometric_mean(run.value for run in runs),
         error=math.sqrt(sum(run.error**2 for run in runs)) / len(runs),
         freedom=min(run.freedom for run in runs),
-        with_pauses=geometric_mean(run.with_pauses for run in runs),
         steps=sum(run.steps for run in runs),
         unit=runs[0].unit,
+        pauses_s={kind: fmean(run.pauses_s[kind] for run in runs) for kind in runs[0].pauses_s},
     )

@@ -1,13 +1,10 @@
-"""The runs of a fix: made in the time there is (`Trials`), and what they have shown so far (`RunHistory`).
-
-How long evaluation and checkpoints take is measured, over an epoch. That every fifth of them takes a fifth is
-arithmetic, once a trial of two epochs has shown that the script does leave some out.
-"""
+"""The runs of a fix: the time they may take (`TimeBudget`), making them (`Trials`), and their speeds (`RunHistory`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import PAUSES, with_changes
@@ -15,7 +12,6 @@ from flatout.fix.proof_runs import proof_steps
 from flatout.fix.result import FixResult, ProgressListener, RunRecord
 from flatout.fix.runs import ProofRun, Run, Runner, runs_at_once
 from flatout.fix.speed import EVALUATION_AND_CHECKPOINT, Speed, gain_of_rarer_pauses, pooled
-from flatout.fix.time_budget import TimeBudget
 from flatout.launch.protocol import MOST_STEPS, Trial
 from flatout.model.plan import Change
 from flatout.model.stats import FEW_STEPS, LONG_S, Gain, RunNoise, gain
@@ -23,11 +19,70 @@ from flatout.model.turns import WITHIN_S
 
 FIRST_STEPS = 48
 MEASURE_S = 6.0  # of training in a trial
+COMPILING_S, TUNING_S = 40.0, 180.0  # by torch.compile, and with max-autotune, until it has been seen
+COMPILED_AGAIN = 0.3  # of that time is left when the compiler finds its kernels in its cache: a guess
+_PATIENCE = 4  # times as long as expected, before a run is ended
 _SETTLING = 4  # times as long with the elastic loader, where steps are slow: it has to find its workers first
 PROOF_RUNS = 3  # time is set aside for so many: the command as it was, and two with what is kept
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
 _KINDS = dict(zip(PAUSES, EVALUATION_AND_CHECKPOINT, strict=True))
 _RARER = 0.75  # of what they took, at the most, where some of them are left out
+
+
+class TimeBudget:
+    """Adds up seconds. A run is expected to take as long as the longest so far; the compiler's time is apart."""
+
+    def __init__(self, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget_s = budget_s
+        self._clock = clock
+        self._began_s = clock()
+        self._longest_s = 0.0  # of the runs without the compiler
+        self._compiling_s: dict[str, float] = {}  # by mode, as it was seen
+
+    @property
+    def spent_s(self) -> float:
+        return self._clock() - self._began_s
+
+    @property
+    def left_s(self) -> float:
+        return self._budget_s - self.spent_s
+
+    def note(self, changes: Sequence[Change], seconds: float) -> None:
+        """A run of usual length with these changes has taken so long."""
+        mode = _compile_mode(changes)
+        if mode is None:
+            self._longest_s = max(self._longest_s, seconds)
+        else:
+            self._compiling_s.setdefault(mode, max(0.0, seconds - self._longest_s))
+
+    def run_s(self, changes: Sequence[Change]) -> float:
+        """The seconds that a run of usual length with these changes should take."""
+        again_s = self.compiled_again_s(changes)
+        compiled_before = _compile_mode(changes) in self._compiling_s
+        return self._longest_s + (again_s if compiled_before else again_s / COMPILED_AGAIN)
+
+    def compiled_again_s(self, changes: Sequence[Change]) -> float:
+        """What the compiler should take of them, once it has done it before."""
+        mode = _compile_mode(changes)
+        if mode is None:
+            return 0.0
+        guess_s = TUNING_S if mode == "max-autotune" else COMPILING_S
+        return COMPILED_AGAIN * self._compiling_s.get(mode, guess_s)
+
+    def timeout_s(self, expected_s: float) -> float:
+        """When to end a run that should take so long."""
+        if not self._longest_s:
+            return max(120.0, self.left_s)  # nothing has run yet
+        return max(30.0, min(60.0 + _PATIENCE * expected_s, self.left_s + 30.0))
+
+    def enough_m(self, needed_s: float) -> int:
+        """The budget in minutes that would have left so many seconds."""
+        missing_s = max(0.0, needed_s - self.left_s)
+        return math.ceil((self._budget_s + missing_s) / 60 + 0.5)
+
+
+def _compile_mode(changes: Sequence[Change]) -> str | None:
+    return next((change.value for change in changes if change.name == "compile"), None)
 
 
 class Trials:
@@ -41,7 +96,7 @@ class Trials:
         self._progress = progress
         self._steps = steps
         self._budget = budget
-        self.expected = 0  # runs in all; 0 as long as nobody knows
+        self._expected = 0  # runs in all; 0 as long as nobody knows
 
     @property
     def before(self) -> Run:
@@ -76,10 +131,17 @@ class Trials:
             earlier = self.after if changes else self.before
             usual = self.usual_steps(earlier)
             expected_s += (steps or usual) * self.before.step_s + len(turns) * WITHIN_S
+        at_least_s, enough_s = 0.0, math.inf
+        if self._ends_by_time:
+            at_least_s = MEASURE_S
+        if self._ends_by_time and steps is None:
+            enough_s = LONG_S
+            if any(change.name == "loader" for change in changes):
+                enough_s *= _SETTLING
         trial = Trial(
             timeout_s=self._budget.timeout_s(expected_s),
-            at_least_s=MEASURE_S if self._ends_by_time else 0.0,
-            enough_s=_enough_s(changes) if self._ends_by_time and steps is None else math.inf,
+            at_least_s=at_least_s,
+            enough_s=enough_s,
             known_to=known_to,
             look_below_s=look_below_s,
             turns=tuple(change.name for change in turns),
@@ -106,23 +168,15 @@ class Trials:
 
     def _say_begins(self, what: str) -> None:
         number = len(self._result.trials) + 1
-        self._progress.run_begins(what, self._budget.left_s, number, self.expected and max(self.expected, number))
+        self._progress.run_begins(what, self._budget.left_s, number, self._expected and max(self._expected, number))
 
     def expect(self, offers: int) -> None:
         """So many offers are still to be tried; then come the proof, and before and after once more."""
-        self.expected = len(self._result.trials) + offers + 3
-
-    def remark(self, text: str) -> None:
-        """Something the user should know, if there is anything."""
-        if text:
-            self._result.remarks.append(text)
-            self._progress.say(text)
-
-    # -- steps --
+        self._expected = len(self._result.trials) + offers + 3
 
     @property
     def _ends_by_time(self) -> bool:
-        """Whether a trial ends by time; several ranks would not agree on when that is."""
+        """Several ranks would not agree on when to end."""
         alone = self._result.before is None or self.before.metrics.rank.info.world_size == 1
         return alone and self._steps is None
 
@@ -143,14 +197,12 @@ class Trials:
             return None
         return max(math.ceil(1.1 * steps) + 5, self.usual_steps(self.after))
 
-    # -- time --
-
     def epochs_s(self, epochs: int) -> float:
-        """What a run over so many epochs takes; as long as any other where nobody knows how long they are."""
+        """The seconds of a run over so many epochs; as any other where nobody knows how long they are."""
         return self._budget.run_s(self._result.kept) + epochs * (self.epoch_steps() or 0) * self.after.step_s
 
     def compare_s(self) -> float:
-        """What before and after take once more."""
+        """The seconds of before and after once more."""
         return self._budget.run_s(()) + self._budget.run_s(self._result.kept)
 
     def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = False) -> float:
@@ -171,8 +223,7 @@ class Trials:
 
 
 class RunHistory:
-    """The speeds of all runs, by plan. Evaluation and checkpoints are left out of a speed, so plans that
-    differ in these alone are one."""
+    """The speeds of all runs by plan. They leave out evaluation and checkpoints: plans that differ in these are one."""
 
     def __init__(self) -> None:
         self._speeds: dict[str, list[Speed]] = {}
@@ -180,7 +231,7 @@ class RunHistory:
         self._intervals: dict[tuple[str, str], int] = {}  # how often it has them, by change and knob
 
     def note(self, changes: Sequence[Change], run: Run) -> None:
-        """One more run of a plan, if it came to anything."""
+        """Add a run of a plan, if it was measured."""
         if run.speed is not None and not run.hung:
             self._speeds.setdefault(_key(changes), []).append(run.speed)
 
@@ -212,52 +263,37 @@ class RunHistory:
         return RunNoise.seen_in(self._speeds.values())
 
     def noise_near(self, *plans: Sequence[Speed]) -> RunNoise:
-        """That of plans about as fast as these: one that is far slower waits for something else, with other
-        noise."""
+        """That of plans about as fast as these: one that is far slower waits for something else."""
         speeds = [pooled(runs).value for runs in plans]
 
         def is_near(runs: Sequence[Speed]) -> bool:
-            value = pooled(runs).value
-            return any(1 / ALIKE < value / speed < ALIKE for speed in speeds)
+            return any(1 / ALIKE < pooled(runs).value / speed < ALIKE for speed in speeds)
 
         return RunNoise.seen_in(runs for runs in self._speeds.values() if is_near(runs))
 
-    # -- evaluation and checkpoints --
-
-    @property
-    def knows_pauses(self) -> bool:
-        return bool(self._pauses_s)
-
     def look_at_pauses(self, run: Run) -> None:
-        """Learn what they take from a run over an epoch and more."""
-        if run.speed is None:
-            return
+        """Learn how long evaluation and checkpoints take from a run over an epoch and more."""
+        assert run.speed is not None
         self._pauses_s = run.speed.pauses_s
         for name in _KINDS:
             for knob in knobs(run.metrics.facts.settings, name, lambda value: isinstance(value, int)):
-                self._intervals.setdefault((name, knob.text), knob.value)
+                self._intervals[name, knob.text] = knob.value
 
     def pauses_are_rarer(self, run: Run, changes: Sequence[Change]) -> bool:
         """Whether some of those that these changes are about were left out in a run."""
-        if run.speed is None:
-            return False
+        assert run.speed is not None
         kinds = [_KINDS[change.name] for change in changes]
         seen_s = sum(run.speed.pauses_s.get(kind, 0.0) for kind in kinds)
         return seen_s < _RARER * sum(self._pauses_s.get(kind, 0.0) for kind in kinds)
 
     def _pauses_left_s(self, plan: Sequence[Change]) -> float:
-        """What they take of a sample in a long training with this plan."""
+        """Seconds a sample that they take in a long training with this plan."""
         left_s = dict(self._pauses_s)
         for change in plan:
             before = self._intervals.get((change.name, change.knob))
             if before:
                 left_s[_KINDS[change.name]] *= before / change.value
         return sum(left_s.values())
-
-
-def _enough_s(changes: Sequence[Change]) -> float:
-    """After how long a trial has trained enough, however few its steps."""
-    return LONG_S * (_SETTLING if any(change.name == "loader" for change in changes) else 1)
 
 
 def _key(changes: Sequence[Change]) -> str:

@@ -6,7 +6,7 @@ import pytest
 from simulated_world import World
 
 from flatout.fix.runs import runs_at_once
-from flatout.fix.time_budget import COMPILED_AGAIN, COMPILING_S, TUNING_S, TimeBudget
+from flatout.fix.trials import COMPILED_AGAIN, COMPILING_S, TUNING_S, TimeBudget
 from flatout.launch.protocol import Trial
 from flatout.model.plan import Change
 
