@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tarfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from flatout.cli.fix import save_plan
 from flatout.fix.result import Attempt, FixResult
 from flatout.launch import launcher
 from flatout.model.plan import Change, Outcome, Plan
+from flatout.trace import RunInfo, Sample, Step, TraceWriter
 
 Run = Callable[..., tuple[int, str, str]]
 FLATOUT = [sys.executable, "-m", "flatout"]
@@ -345,3 +348,27 @@ def test_a_name_that_is_no_utf_8_does_not_cost_the_report(
     assert (code, err) == (0, "")
     assert "tr?ain.py" in Path("page.html").read_text(encoding="utf-8")
     assert "tr\udcffain" in json.loads(Path("page.json").read_text(encoding="utf-8"))["trace"]
+
+
+@pytest.mark.parametrize("verb", ["report", "compare", "top --replay"])
+def test_the_name_of_a_file_sends_no_escape_sequence_to_the_terminal(
+    verb: str, tmp_path: Path, make_sample: Callable[..., Sample], flatout_says: Callable[..., Any]
+) -> None:
+    """GIVEN a recording with a damaged line, which is noted, in a folder and in files of hostile names."""
+    hostile = "\x1b[31mred\x1b]0;title\x07\x9b1m\b\x7f\u202etxt"
+    folder = tmp_path / hostile
+    steps = (Step(index=index, start_s=float(index), wall_ms=10.0, samples=1) for index in range(60))
+    for rank, records in ((0, steps), (None, (make_sample(float(t), sm=50, util=60) for t in range(4)))):
+        with TraceWriter(folder, RunInfo(name="demo", host="box", rank=rank, facts={})) as writer:
+            for record in records:
+                writer.write(record)
+    for path in list(folder.glob("*.jsonl")):
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([*lines[:3], "damaged", *lines[3:]]) + "\n")
+        path.rename(path.with_name(f"{path.stem}{hostile}.jsonl"))
+
+    code, out, err = flatout_says(*verb.split(), *[folder] * (1 + (verb == "compare")))
+
+    assert code == 0
+    assert "damaged" in out or verb == "compare"
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", out + err)

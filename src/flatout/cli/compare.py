@@ -23,13 +23,12 @@ def compare(
 
     "No difference shown" is an answer. Runs that cannot be compared are shown side by side, with the reason.
     """
-    from flatout.report import report_comparison
+    from flatout import report
 
     with damage_in_one_line(a, b):
-        report = report_comparison(a, b)
-        write_report(report, json, html, console())
-    result = report.comparison
-    if fail_if_slower is not None and result is not None:
+        result = report.compare(report.read_run([a]), report.read_run([b]))
+        write_report(result, json, html, console())
+    if fail_if_slower is not None:
         if result.typical is None:
             raise UsageError(f"cannot tell whether {b} is slower than {a}: {'; '.join(result.reasons)}")
         if result.slower_than(fail_if_slower):

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.files import write_whole
 from flatout.model.errors import TraceError, UsageError
+from flatout.model.formatting import printable
 from flatout.model.inputs import is_folder
+from flatout.redact import redact_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from flatout.report import Report
+
+
+def say(text: str) -> None:
+    """Print one line on stderr, without secrets, and without what a terminal would obey."""
+    print(f"flatout: {printable(' '.join(redact_text(text).split()))}", file=sys.stderr)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.cli.entry import argument, output_file, verb
-from flatout.cli.output import console, damage_in_one_line, keep_exit_code, write_report
+from flatout.cli.output import console, damage_in_one_line, keep_exit_code, say, write_report
 from flatout.model.errors import FlatoutError
-from flatout.redact import redact_text
 
 if TYPE_CHECKING:
     from flatout.report.account import Price
@@ -28,10 +26,10 @@ def report(
 
     The HTML file needs no other file and no network. Folders recorded on several machines become one report.
     """
-    from flatout.report import report_run
+    from flatout.report import read_run
 
     with damage_in_one_line(*trace):
-        write_report(report_run(trace), json, html, console())
+        write_report(read_run(trace), json, html, console())
 
 
 def summarize_runs(folder: Path, *, keep: bool, quiet: bool, why_empty: str = "", **shown: Any) -> None:
@@ -50,7 +48,7 @@ def summarize_runs(folder: Path, *, keep: bool, quiet: bool, why_empty: str = ""
                 summarize_run(recording, quiet=quiet, **shown)
                 continue
             if why_empty and not reasons_not_measured(recording):
-                print(f"flatout: {why_empty}", file=sys.stderr)
+                say(why_empty)
             if not keep:
                 shutil.rmtree(recording, ignore_errors=True)
         if not keep:
@@ -71,15 +69,14 @@ def summarize_run(
 
     A failure in it is one line and never changes the run's exit code.
     """
-    from flatout.report import report_run
+    from flatout.report import read_run
 
     try:
-        result = report_run([folder], price)
-        if changed and result.run is not None and result.run.changes:
-            print(f"flatout: {result.run.changes}", file=sys.stderr)
+        result = read_run([folder], price)
+        if changed and result.changes:
+            say(result.changes)
         write_report(result, json_to, html_to, None if quiet else console(stderr=True))
     except FlatoutError as problem:
-        print(f"flatout: {redact_text(str(problem))}", file=sys.stderr)
+        say(str(problem))
     except Exception as problem:  # a mistake of ours, and the training must not suffer from it
-        reason = redact_text(f"{type(problem).__name__}: {problem}")
-        print(f"flatout: no summary ({reason}); the recording is in {folder}", file=sys.stderr)
+        say(f"no summary ({type(problem).__name__}: {problem}); the recording is in {folder}")

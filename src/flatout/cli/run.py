@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from flatout.cli.entry import (
     require_linux,
     verb,
 )
-from flatout.cli.output import check_outputs
+from flatout.cli.output import check_outputs, say
 from flatout.cli.report import summarize_runs
 from flatout.model.errors import UsageError
 
@@ -90,7 +89,7 @@ def _plan_to_apply(path: Path | None, *, auto: bool, strict: bool) -> Plan | Non
     plan = Plan.load(path)
     changes.check(plan, str(path))
     if not plan.changes:
-        print(f"flatout: there is no change in {path}: the command runs as it is", file=sys.stderr)
+        say(f"there is no change in {path}: the command runs as it is")
     return plan
 
 

@@ -1,7 +1,7 @@
 """REPORT: what a person sees of a run, of two runs compared, or of a fix.
 
 folders ─► account ─► RecordedRun ────┐             ┌─► to_json       the documented JSON
-two runs ─► comparison ─► Comparison ─┼─► Report ───┴─► view ─┬─► terminal   text
+two runs ─► comparison ─► Comparison ─┼─► a Report ─┴─► view ─┬─► terminal   text
 a fix ─► fix_summary ─► FixSummary ───┘                       └─► page       one HTML file, with charts
 
 A view is what the report says, as plain data: see `views`.
@@ -10,60 +10,27 @@ A view is what the report says, as plain data: see `views`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from flatout.fix.result import FixResult
 from flatout.report.account import Price, RankFigures, RecordedRun, run_of
 from flatout.report.comparison import Comparison, compare
 from flatout.report.fix_summary import FixSummary, summarize
-from flatout.report.views import ReportView, run_view
+from flatout.report.views import ReportView
 from flatout.trace import merge, read, read_summaries
 
+__all__ = ["Comparison", "FixSummary", "RecordedRun", "Report", "compare", "read_run", "run_of", "summarize"]
 MAX_RANKS_READ = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """A report of a `run`, or of a `comparison`, or of a `fix`."""
-
-    run: RecordedRun | None = None
-    comparison: Comparison | None = None
-    fix: FixSummary | None = None
+class Report(Protocol):
+    """A RecordedRun, a Comparison, or a FixSummary."""
 
     def view(self, *, brief: bool) -> ReportView:
         """What it says; `brief` leaves out what one looks up, and the charts."""
-        other = self.fix or self.comparison
-        if other is not None:
-            return other.view(brief=brief)
-        assert self.run is not None
-        if brief:
-            return run_view(self.run, brief=True)
-        from flatout.report.charts import sections_of  # the page alone needs them
-
-        return run_view(self.run, brief=False, charts=sections_of(self.run))
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout report`, `flatout compare` or `flatout fix`."""
-        known = self.fix or self.comparison or self.run
-        assert known is not None
-        return known.to_json()
-
-
-def report_run(folders: Sequence[Path], price: Price | None = None) -> Report:
-    """The report of a run, from the folders in which its machines recorded it."""
-    return Report(run=read_run(folders, price))
-
-
-def report_comparison(before: Path, after: Path) -> Report:
-    """The report of two runs."""
-    return Report(comparison=compare(read_run([before]), read_run([after])))
-
-
-def report_fix(result: FixResult, command: Sequence[str], plan_file: str, price: Price | None = None) -> Report:
-    """The report of a fix."""
-    return Report(fix=summarize(result, command, plan_file, price))
 
 
 def read_run(folders: Sequence[Path], price: Price | None = None) -> RecordedRun:

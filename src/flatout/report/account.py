@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.diagnose.breakdown import (
     COLLATE,
@@ -23,7 +23,8 @@ from flatout.diagnose.breakdown import (
     in_workers,
 )
 from flatout.diagnose.by_cause import CauseAccount
-from flatout.diagnose.rank_metrics import RankMetrics, is_gpu_of, metrics_of
+from flatout.diagnose.machine import is_gpu_of
+from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnosis
 from flatout.model.causes import Finding
 from flatout.model.errors import TraceError
@@ -42,6 +43,9 @@ from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.trace import GpuSample, Note, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport
 from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
+
+if TYPE_CHECKING:
+    from flatout.report.views import ReportView
 
 SCHEMA = 1
 HANG_MS = 10_000.0  # a run whose last wait was at least as long hung
@@ -121,15 +125,14 @@ class Workers:
 
     def __str__(self) -> str:
         """The dataset with its length: training and validation data are often of one class."""
-        if self.length is None:
-            return self.dataset
-        return f"{self.dataset} of {count_of(self.length, 'sample')}"
+        return dataset_in_words(self.dataset, self.length)
 
     def sentence(self) -> str:
         """Who loaded how much of it, and how fast."""
         median, worst = self.sample_ms.quantile(0.5) or 0.0, self.sample_ms.high
-        busy = f", busy {self.busy_share:.0%}" if self.workers else ""
-        who = count_of(self.workers, "worker") if self.workers else "the training process"
+        who, busy = "the training process", ""
+        if self.workers:
+            who, busy = count_of(self.workers, "worker"), f", busy {self.busy_share:.0%}"
         text = f"{who} on {self}: {ms(median)} a sample (worst {ms(worst)}){busy}"
         text += f", on a core {min(1.0, self.cpu_share):.0%} of that"
         if self.transforms_ms:
@@ -307,6 +310,12 @@ class RecordedRun:
         named += [*facts.items(), *((one.get("file") or one["source"], one["values"]) for one in read)]
         return [setting for name, value in named for setting in _flat(name, value)]
 
+    def view(self, *, brief: bool) -> ReportView:
+        """What a run says."""
+        from flatout.report.views import run_view
+
+        return run_view(self, brief=brief)
+
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout report`."""
         b = self.breakdown
@@ -400,6 +409,11 @@ def _with_quantiles(record: Any) -> dict[str, Any]:
 
 
 # Loader workers
+
+
+def dataset_in_words(name: str, length: int | None) -> str:
+    """A dataset, and its length where it is known."""
+    return name if length is None else f"{name} of {count_of(length, 'sample')}"
 
 
 def _summed_up(reports: Sequence[WorkerReport]) -> Workers:

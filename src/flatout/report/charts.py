@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT
-from flatout.diagnose.rank_metrics import is_gpu_of
+from flatout.diagnose.machine import is_gpu_of
 from flatout.model.formatting import ms
 from flatout.report.account import RecordedRun
 from flatout.report.views import (
@@ -22,7 +22,6 @@ from flatout.report.views import (
     Mark,
     Plot,
     Plots,
-    ReportSection,
     Series,
     phase_family,
     phase_name,
@@ -30,7 +29,7 @@ from flatout.report.views import (
 from flatout.trace import GpuSample, RankTrace, Sample, Sketch, Step, Window
 
 T = TypeVar("T")
-Points = Sequence[tuple[float, float | None]]
+Points = Iterable[tuple[float, float | None]]
 
 MAX_POINTS = 1_000  # of a line: about one a pixel
 MAX_MARKS = 300
@@ -49,14 +48,6 @@ HARDWARE = (
 
 
 # Steps
-
-
-def sections_of(run: RecordedRun) -> list[ReportSection]:
-    """All that is drawn of a run."""
-    return [
-        ReportSection("steps", "Two steps in detail", timelines(run.first)),
-        ReportSection("run", "Over the run", over_time(run)),
-    ]
 
 
 def timelines(rank: RankTrace) -> list[BarChart]:
@@ -155,14 +146,12 @@ def over_time(run: RecordedRun) -> list[Plots]:
     zero_s = min(moments, default=0.0)
     plots = _training(run.stretches, zero_s)
     gpus = [next((gpu for gpu in sample.gpus if is_gpu_of(rank, gpu)), None) for sample in samples]
+    times_s = [sample.time_s - zero_s for sample in samples]
     for title, unit, *lines in HARDWARE:
         series: list[Series] = []
         for name, family, reading in lines:
-            points = [
-                (sample.time_s - zero_s, _reading(sample, gpu, reading))
-                for sample, gpu in zip(samples, gpus, strict=True)
-            ]
-            series.append(line(name, family, points, dashed=bool(series)))
+            values = (_reading(sample, gpu, reading) for sample, gpu in zip(samples, gpus, strict=True))
+            series.append(line(name, family, zip(times_s, values, strict=True), dashed=bool(series)))
         plots.append(Plot(title, unit, series))
     drawn = [plot._replace(series=[one for one in plot.series if one.x]) for plot in plots]
     drawn = [plot for plot in drawn if plot.series]
@@ -180,20 +169,15 @@ def _training(windows: Sequence[Window], zero_s: float) -> list[Plot]:
         waits.append(waited_ms / max(1, time.count))
     losses = [Sketch.merged(window.loss for window in group).mean for group in groups]
     one_by_one = all(time.count == 1 for time in times)
-    medians = _pairs(x, [time.quantile(0.5) for time in times])
+    medians, slow = (zip(x, [time.quantile(q) for time in times], strict=True) for q in (0.5, 0.95))
     step_times = [line("each step" if one_by_one else "median", "compute", medians)]
     if not one_by_one:
-        slow = _pairs(x, [time.quantile(0.95) for time in times])
         step_times.append(line("95th percentile", "other", slow, dashed=True))
     return [
         Plot("Step time", "ms", step_times),
-        Plot("Waiting for data", "ms a step", [line("mean", "data", _pairs(x, waits))]),
-        Plot("Loss", "", [line("loss", "sync", _pairs(x, losses))]),
+        Plot("Waiting for data", "ms a step", [line("mean", "data", zip(x, waits, strict=True))]),
+        Plot("Loss", "", [line("loss", "sync", zip(x, losses, strict=True))]),
     ]
-
-
-def _pairs(x: Sequence[float], y: Sequence[float | None]) -> Points:
-    return list(zip(x, y, strict=True))
 
 
 def _reading(sample: Sample, gpu: GpuSample | None, name: str) -> float | None:

@@ -30,7 +30,7 @@ from flatout.model.stats import (
     variance_of_mean,
     warm_up,
 )
-from flatout.report.account import RecordedRun
+from flatout.report.account import RecordedRun, dataset_in_words
 from flatout.report.views import Plot, Plots, ReportSection, ReportView, Table, as_text, phase_name
 from flatout.trace import RankTrace, Sketch
 
@@ -99,15 +99,11 @@ class Comparison:
         return self.leading.verdict if self.leading is not None else "not comparable"
 
     @property
-    def units(self) -> tuple[float, float]:
-        """What a step of each counts for: 1, or its samples."""
-        return (1.0, 1.0) if self.per == "step" else (_size(self.a) or 1.0, _size(self.b) or 1.0)
-
-    @property
     def curves(self) -> list[list[tuple[float, float]]]:
         """The losses of each, by step or by samples seen."""
         curves = []
-        for run, unit in zip((self.a, self.b), self.units, strict=True):
+        for run in (self.a, self.b):
+            unit = 1.0 if self.per == "step" else _size(run) or 1.0
             means = ((window.last_index * unit, window.loss.mean) for window in run.stretches)
             curves.append([(x, y) for x, y in means if y is not None])
         return curves
@@ -145,8 +141,8 @@ class Comparison:
         names, other = ("median step", "all steps, slow ones included"), overall
         if leading is overall:
             names, other = (names[1], names[0]), typical
-        by_sample = ", by the sample" if self.per == "sample" else ""
-        subject = "" if leading.verdict == NO_DIFFERENCE else "B is "
+        by_sample = ", by the sample" * (self.per == "sample")
+        subject = "B is " * (leading.verdict != NO_DIFFERENCE)
         said = f"{subject}{leading.verdict}"
         speed = f"{leading.value:.2f}× the speed of A, {leading.low:.2f} to {leading.high:.2f}"
         return f"{said[0].upper()}{said[1:]}: {speed} ({names[0]}{by_sample}). {names[1].capitalize()}: {other}."
@@ -185,7 +181,7 @@ class Comparison:
 
     def view(self, *, brief: bool) -> ReportView:
         """What a comparison says."""
-        losses = [self.losses.sentence()] if self.losses is not None else []
+        losses = [known.sentence() for known in (self.losses,) if known is not None]
         rows = [(name, as_text(a), as_text(b)) for name, a, b in self.differences]
         differences = Table("Settings and facts", ("what differs", "A", "B"), rows, numbers_from=3)
         sections = [ReportSection("phases", "Where a step's time goes", [self.phases("A", "B")])]
@@ -295,8 +291,7 @@ def _size(run: RecordedRun) -> float | None:
 def _training_set(run: RecordedRun) -> str:
     """The dataset of the first loader: its class, whatever module it came from, and its length."""
     loader = next(iter(run.facts.loaders), NO_LOADER)
-    length = f" of {count_of(loader.length, 'sample')}" if loader.length is not None else ""
-    return loader.class_name + length
+    return dataset_in_words(loader.class_name, loader.length)
 
 
 def _figures(run: RecordedRun, speeds: Speeds | None) -> dict[str, str]:

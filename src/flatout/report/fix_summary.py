@@ -59,12 +59,12 @@ class FixSummary:
     @property
     def kept(self) -> list[Attempt]:
         """In the order of the plan."""
-        by_name = {a.change.name: a for a in self.result.attempts if a.outcome.verdict == "kept"}
+        by_name = {attempt.change.name: attempt for attempt in self.result.attempts if attempt.is_kept}
         return [by_name[change.name] for change in self.result.kept]
 
     @property
     def undone(self) -> list[Attempt]:
-        return [attempt for attempt in self.result.attempts if attempt.outcome.verdict != "kept"]
+        return [attempt for attempt in self.result.attempts if not attempt.is_kept]
 
     @property
     def train_with(self) -> str:
@@ -89,8 +89,9 @@ class FixSummary:
 
     def permanently(self, attempt: Attempt) -> str:
         """How to make a change permanent."""
-        before = self.result.before
-        framework = before.metrics.loader.framework if before is not None and before.trace is not None else None
+        before, framework = self.result.before, None
+        if before is not None and before.trace is not None:
+            framework = before.metrics.loader.framework
         return redact_text(permanently(attempt, framework))  # it may be a line of the script
 
     def sentence(self) -> str:
@@ -154,7 +155,7 @@ class FixSummary:
         for offer in result.withheld:
             option = offer.changes[0].name.replace("_", "-").partition(":")[0]
             withheld.append(Item(offer.name, lines=[offer.why], to_copy=[f"--allow {option}"]))
-        left = [finding_item(run, finding) for finding in self.left] if run is not None else []
+        left = [finding_item(run, finding) for finding in self.left if run is not None]
         sections += [
             ReportSection("undone", "Not kept", list(map(_undone, bundles(self.undone)))),
             ReportSection("withheld", "Not tried without your permission", withheld),
@@ -234,7 +235,7 @@ def bundles(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
     for attempt in attempts:
         names = frozenset((in_words(attempt.change), *attempt.together))
         outcome = attempt.outcome
-        note = outcome.note if outcome.verdict != "kept" else ""
+        note = outcome.note * (not attempt.is_kept)
         groups.setdefault((names, attempt.gain, outcome.verdict, note), []).append(attempt)
     return list(groups.values())
 
@@ -317,7 +318,8 @@ def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: 
     speed = speed or run.speed
     if speed is None:
         return None
-    rate, epoch_s, power_w = speed.value, run.epoch_s(speed), run.metrics.gpu("power_w").mean
+    gpu, epoch_s = run.metrics.machine.gpu, run.epoch_s(speed)
+    rate, power_w = speed.value, gpu("power_w").mean
     if paused:
         rate = speed.with_pauses
     if power_w is not None:
@@ -327,8 +329,8 @@ def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: 
         "unit": speed.unit,
         "steps": speed.steps,
         "step_ms": run.metrics.step_ms or None,
-        "sm_active_pct": run.metrics.gpu("sm_active_pct").mean,
-        "gpu_util_pct": run.metrics.gpu("gpu_util_pct").mean,
+        "sm_active_pct": gpu("sm_active_pct").mean,
+        "gpu_util_pct": gpu("gpu_util_pct").mean,
         "power_w": power_w,
         "joules_a_sample": power_w / rate if power_w is not None and speed.unit == "samples/s" else None,
         "epoch_s": epoch_s,

@@ -13,9 +13,11 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from flatout import __version__
 from flatout.model.formatting import in_full, ms
@@ -27,7 +29,6 @@ from flatout.report.views import (
     CodeFrame,
     Item,
     Mark,
-    Part,
     Plot,
     Plots,
     ReportView,
@@ -60,7 +61,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 
 def join(children: Iterable[object]) -> Html:
-    """One after the other; None is left out."""
+    """One after the other; None is left out, and "" is nothing."""
     parts = (child for child in children if child is not None)
     return Html("".join(part if isinstance(part, Html) else escape(str(part)) for part in parts))
 
@@ -69,7 +70,7 @@ def page(report: Report) -> str:
     """The whole page."""
     view, contents, sections = report.view(brief=False), [], []
     for section in view.sections:
-        body = join(_part(part) for part in section.parts if part)
+        body = join(SHOWN_BY[type(part)](part) for part in section.parts if part)
         if body:
             contents.append(tag("a", section.title, href=f"#{section.key}"))
             heading = tag("h2", section.title, id=f"{section.key}-title")
@@ -103,30 +104,16 @@ def _head(view: ReportView) -> Html:
         tag("h1", headline),
         *(tag("p", line) for line in more),
         tag("dl", *figures, class_="figures"),
-        command if view.command else None,
-        _copyable(view.train_with) if view.train_with else None,
+        view.command and command,
+        view.train_with and _copyable(view.train_with),
         *(tag("p", f"Note: {note}.", class_="warning") for note in view.notes),
     ])  # fmt: skip
-
-
-def _part(part: Part) -> Html | None:
-    if isinstance(part, Item):
-        return _item(part)
-    if isinstance(part, CodeFrame):
-        return _code(part)
-    if isinstance(part, BarChart):
-        return _bar_chart(part)
-    if isinstance(part, Plots):
-        return _plots(part)
-    if isinstance(part, Table):
-        shown = _table(part)
-        return tag("details", tag("summary", part.title), shown) if part.folded and shown else shown
-    return tag("p", part)
 
 
 def _item(item: Item) -> Html:
     code = tag("code", item.code, class_="chip", title=f"{GUIDE.name}: {item.code}")
     lines = filter(None, (*item.lines, item.copy_as))
+    evidence = _table(Table("Evidence", ("what", "value"), item.evidence))
     return tag(
         "article",
         tag("p", code, tag("span", item.where, class_="where")),
@@ -134,7 +121,7 @@ def _item(item: Item) -> Html:
         tag("p", " · ".join(filter(None, (item.brief, item.quiet))), class_="meta"),
         *(tag("p", sentence(line)) for line in lines),
         *map(_copyable, item.to_copy),
-        *map(_part, item.evidence),
+        evidence and tag("details", tag("summary", "Evidence"), evidence),
         class_=f"finding {item.code.partition('.')[0]}",
     )
 
@@ -149,7 +136,7 @@ def _code(frame: CodeFrame) -> Html:
     """Lines of source with their shares."""
     rows = []
     for number, source, called, share in frame.lines:
-        beside = tag("span", f"  → {called}", class_="quiet") if called else None
+        beside = called and tag("span", f"  → {called}", class_="quiet")
         rows.append(tag("span", f"{share:>5.0%} ", tag("i", f"{number:>5} │ "), source, beside, "\n"))
     return tag("div", tag("h3", frame.title), tag("pre", tag("code", *rows), class_="frame-of-code", tabindex="0"))
 
@@ -163,7 +150,7 @@ def _table(shown: Table) -> Html | None:
         bar = tag("td", _table_bar(shown.bars[place]), class_="bar") if shown.bars else None
         rows.append(tag("tr", *_cells("td", row, shown, bar)))
     top = tag("tr", *_cells("th", shown.heads, shown, tag("td") if shown.bars else None))
-    caption = tag("caption", shown.title) if shown.title else None
+    caption = shown.title and tag("caption", shown.title)
     whole = tag("table", caption, tag("thead", top), tag("tbody", *rows), class_="bars" if shown.bars else None)
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=shown.title or shown.heads[0])
 
@@ -250,9 +237,9 @@ def _plots(drawn: Plots) -> Html:
         bands = Html('<use href="#bands"></use>') if figures else _bands(drawn.marks, end)
         figures.append(_plot(plot, start, end, bands if drawn.marks else None, _axis(start, axis_end, unit)))
     names = ", ".join(f"{name} ({times}×)" for name, times in Counter(mark.name for mark in drawn.marks).items())
-    lead = f"Shaded: {names}. {HOW_TO_ZOOM}" if names else HOW_TO_ZOOM
-    together = " The plots move together." if len(figures) > 1 else ""
-    return join([tag("p", f"{lead}{together}", class_="meta"), _zoomable(figures, start, axis_end, unit)])
+    lead = names and f"Shaded: {names}. "
+    together = " The plots move together." * (len(figures) > 1)
+    return join([tag("p", f"{lead}{HOW_TO_ZOOM}{together}", class_="meta"), _zoomable(figures, start, axis_end, unit)])
 
 
 def _plot(plot: Plot, start: float, end: float, bands: Html | None, axis: Html) -> Html:
@@ -322,3 +309,13 @@ def _bands(marks: Sequence[Mark], end: float) -> Html:
         width = max(12, round(SIZE * mark.length_s / end))
         rects.append(tag("rect", tag("title", f"{mark.name}, {mark.length_s:.2f} s"), x=left, width=width, height=SIZE))
     return tag("g", *rects, id="bands", class_="bands")
+
+
+SHOWN_BY: dict[type, Callable[[Any], Html | None]] = {
+    Item: _item,
+    CodeFrame: _code,
+    BarChart: _bar_chart,
+    Plots: _plots,
+    Table: _table,
+    str: partial(tag, "p"),
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.fix.result import ProgressListener
-from flatout.model.formatting import duration
+from flatout.model.formatting import count_of, duration
 from flatout.report import Report
 from flatout.report.views import GUIDE, CodeFrame, Item, Part, Table
 
@@ -22,6 +23,8 @@ WIDTH = 80
 MIN_WIDTH, SUBJECT = 50, 27  # of a checklist, and of its first columns
 STATUS_STYLES = {FAIL: "red", WARN: "yellow", OK: "green", NOT_APPLICABLE: "dim"}
 STATUS_WORDS = {FAIL: "failed", WARN: "to look at", OK: "ok", NOT_APPLICABLE: "not judged"}
+# Control characters, but for tabs and line ends; and what reverses the order of letters.
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 MAX_ROWS = 20
 BAR = 12
 
@@ -43,14 +46,14 @@ def show(report: Report, console: Console) -> None:
         paragraphs = all(isinstance(part, str) for part in parts) and bool(parts)
         _show_section(section.title, parts, console)
     if view.train_with:
-        console.print(Text(f"\nTrain with it:  {view.train_with}"), soft_wrap=True)
+        _print(console, Text(f"\nTrain with it:  {view.train_with}"))
 
 
 def _show_section(title: str, parts: Sequence[Part], console: Console) -> None:
     """Print a section. A table says in its head what it is about, a paragraph begins with the title."""
     items = [part for part in parts if isinstance(part, Item)]
     if items or any(isinstance(part, CodeFrame) for part in parts):
-        console.print(Text(title, style="bold"))
+        _print(console, Text(title, style="bold"))
     for part in parts:
         if isinstance(part, Item):
             _show_item(part, console)
@@ -59,8 +62,8 @@ def _show_section(title: str, parts: Sequence[Part], console: Console) -> None:
         elif isinstance(part, CodeFrame):
             _print_code(part, console)
         elif isinstance(part, str):
-            text = f"{title}: {part}" if isinstance(parts[0], str) else part
-            _say(console, text, hang=2, style="dim")
+            lead = f"{title}: " * isinstance(parts[0], str)
+            _say(console, lead + part, hang=2, style="dim")
     if any(item.code and item.brief for item in items):
         here = Path.cwd()
         guide = GUIDE.relative_to(here) if GUIDE.is_relative_to(here) else GUIDE
@@ -69,13 +72,13 @@ def _show_section(title: str, parts: Sequence[Part], console: Console) -> None:
 
 def _print_code(frame: CodeFrame, console: Console) -> None:
     """Print lines of source with their shares, as they stand in the file."""
-    console.print(Text(f"  {frame.title}", style="bold"), soft_wrap=True)
+    _print(console, Text(f"  {frame.title}", style="bold"))
     room = min(WIDTH, console.width) - 17
     for number, source, called, share in frame.lines:
         line = Text.assemble((f"{share:>6.0%}", "cyan"), (f" {number:>5} │ ", "dim"), source[:room])
         if called and len(source) + len(called) + 3 <= room:
             line.append(f"  → {called}", style="dim")
-        console.print(line, soft_wrap=True)
+        _print(console, line)
 
 
 def _show_item(item: Item, console: Console) -> None:
@@ -94,7 +97,13 @@ def wrapped(text: str, width: int = WIDTH, indent: int = 0) -> str:
 def _say(console: Console, text: str, *, indent: int = 0, hang: int = 0, style: str = "") -> None:
     """Print a paragraph; lines after the first stand further in by `hang`."""
     lines = wrapped(text, min(WIDTH, console.width), indent + hang)
-    console.print(Text(" " * indent + lines, style=style), soft_wrap=True)
+    _print(console, Text(" " * indent + lines, style=style))
+
+
+def _print(console: Console, text: Text) -> None:
+    """Print lines as they are. All text of a trace or a script comes by here; a terminal must not obey it."""
+    text.plain = OBEYED.sub("", text.plain)
+    console.print(text, soft_wrap=True)
 
 
 def _print_table(table: Table, console: Console) -> None:
@@ -117,7 +126,7 @@ def _print_table(table: Table, console: Console) -> None:
     for segments in console.render_lines(drawn, console.options.update_width(min(WIDTH, console.width)), pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
-        console.print(line, soft_wrap=True)
+        _print(console, line)
     if len(table.rows) > MAX_ROWS:
         _say(console, f"and {len(table.rows) - MAX_ROWS} more: see --html or --json", style="dim")
 
@@ -129,7 +138,7 @@ def show_checklist(checklist: Checklist, console: Console, *, all_lines: bool = 
     """Print the list; lines that do not apply only with `all_lines`."""
     width = max(MIN_WIDTH, min(WIDTH, console.width))
     seen = ", ".join(checklist.looked_at) or "the machine alone: no script was given, as in flatout check train.py"
-    console.print(Text(wrapped(f"looked at {seen}", width), style="dim"), soft_wrap=True)
+    _print(console, Text(wrapped(f"looked at {seen}", width), style="dim"))
     counts = []
     for status, style in STATUS_STYLES.items():
         lines = checklist.with_status(status)
@@ -137,12 +146,13 @@ def show_checklist(checklist: Checklist, console: Console, *, all_lines: bool = 
             counts.append(f"{len(lines)} {STATUS_WORDS[status]}")
         if lines and status == NOT_APPLICABLE:  # all of them have the same reason
             subjects = ", ".join(line.subject for line in lines)
-            lines = [replace(lines[0], subject=f"{len(lines)} lines", reason=f"{subjects}: {lines[0].reason}")]
-        for line in lines if all_lines or status != NOT_APPLICABLE else ():
-            console.print(_checklist_line(line, style, width), soft_wrap=True)
+            lines = [replace(lines[0], subject=count_of(len(lines), "line"), reason=f"{subjects}: {lines[0].reason}")]
+        if all_lines or status != NOT_APPLICABLE:
+            for line in lines:
+                _print(console, _checklist_line(line, style, width))
     hidden = bool(checklist.with_status(NOT_APPLICABLE)) and not all_lines
-    more = " (--all shows them)" if hidden else ""
-    console.print(Text(wrapped(", ".join(counts) + more, width), style="bold"), soft_wrap=True)
+    more = " (--all shows them)" * hidden
+    _print(console, Text(wrapped(", ".join(counts) + more, width), style="bold"))
 
 
 def _checklist_line(line: Line, style: str, width: int) -> Text:
@@ -169,7 +179,7 @@ class FixProgress(ProgressListener):
     def run_begins(self, what: str, left_s: float, number: int, about: int) -> None:
         of = f" of about {about}" if about else ""
         line = f"… run {number}{of}: {what} ({duration(1e3 * max(0.0, left_s))} left)"
-        self._console.print(Text(line, style="dim"), soft_wrap=True)
+        _print(self._console, Text(line, style="dim"))
 
     def say(self, line: str) -> None:
         _say(self._console, line, hang=2)

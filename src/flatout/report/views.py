@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flatout.diagnose.breakdown import ENOUGH_STEPS, REST, UNSPLIT, Breakdown, HotFunction, HotLine
-from flatout.diagnose.by_cause import LOADER_LIMITS
+from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.diagnose.knobs import knob_for
 from flatout.diagnose.rank_metrics import MIN_CEILING
 from flatout.fix.result import Attempt
@@ -84,13 +84,12 @@ class TableBar(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows under their heads; columns from `numbers_from` on are numbers. The page folds up a `folded` one."""
+    """Rows under their heads; columns from `numbers_from` on are numbers."""
 
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers_from: int = 1
-    folded: bool = False
     bars: Sequence[TableBar] = ()  # one for each row
 
 
@@ -105,7 +104,7 @@ class Item(NamedTuple):
     lines: Sequence[str] = ()  # an empty one is left out
     copy_as: str = ""  # what the lines to copy are for
     to_copy: Sequence[str] = ()  # the same
-    evidence: Sequence[Table] = ()
+    evidence: Sequence[tuple[str, str]] = ()  # names and values
 
 
 class CodeFrame(NamedTuple):
@@ -198,8 +197,8 @@ class ReportView(NamedTuple):
 # One run
 
 
-def run_view(run: RecordedRun, *, brief: bool, charts: Sequence[ReportSection] = ()) -> ReportView:
-    """What a recorded run says; `charts` belong behind the lines of code."""
+def run_view(run: RecordedRun, *, brief: bool) -> ReportView:
+    """What a recorded run says."""
     info, began = run.first.info, ""
     if info.started_unix_s:
         began = f"{datetime.fromtimestamp(info.started_unix_s, timezone.utc):%d %B %Y, %H:%M} UTC"
@@ -212,7 +211,11 @@ def run_view(run: RecordedRun, *, brief: bool, charts: Sequence[ReportSection] =
     for phase in run.lines:
         title = f"{phase.title}: {phase.share:.0%} of training's time"
         sections.append(ReportSection(f"lines-{phase.phase}", title, _lines(phase)))
-    sections += charts
+    if not brief:
+        from flatout.report.charts import over_time, timelines  # the page alone needs them
+
+        sections.append(ReportSection("steps", "Two steps in detail", timelines(run.first)))
+        sections.append(ReportSection("run", "Over the run", over_time(run)))
     sections.append(ReportSection("loading", "Loading", [workers.sentence() for workers in run.workers]))
     if not brief:
         sections += [
@@ -243,7 +246,8 @@ def _figures(run: RecordedRun) -> list[tuple[str, str, str]]:
         rows.append(("samples a second", f"{b.samples_per_s:,.0f}", ceiling))
     if run.ranks > 1:
         speeds = [rank.breakdown.samples_per_s or 0.0 for rank in run.by_rank]
-        rows.append(("ranks", f"{run.ranks:,}", f"{sum(speeds):,.0f} samples a second; all else is of rank 0"))
+        speed = count_of(round(sum(speeds)), "sample")
+        rows.append(("ranks", f"{run.ranks:,}", f"{speed} a second; all else is of rank 0"))
     active, util = gpu.get("sm_active_pct"), gpu.get("gpu_util_pct")
     if active is not None:
         rows.append(("SM active", f"{active:.0f}%", f"GPU-Util says {util or 0:.0f}%"))
@@ -291,7 +295,7 @@ def finding_item(run: RecordedRun, finding: Finding) -> Item:
     """A finding, with the change to make."""
     evidence = [(name.replace("_", " "), as_text(value)) for name, value in finding.evidence.items()]
     shares = (f"{finding.share:.0%} of wall time", f"confidence {finding.confidence:.0%}", finding.derived)
-    typed = change_as_typed(run.facts, finding)
+    typed = list(filter(None, [change_as_typed(run.facts, finding)]))
     return Item(
         finding.title,
         code=finding.code,
@@ -299,35 +303,43 @@ def finding_item(run: RecordedRun, finding: Finding) -> Item:
         brief=gain(finding),
         quiet=" · ".join(shares),
         lines=[finding.advice],
-        to_copy=[typed] if typed else [],
-        evidence=[Table(title="Evidence", heads=("what", "value"), rows=evidence, folded=True)],
+        to_copy=typed,
+        evidence=evidence,
     )
+
+
+Row = tuple[tuple[str, ...], TableBar]  # the cells of a row, its share not among them, and its bar
+
+
+def _share_table(heads: Sequence[str], rows: Sequence[Row]) -> Table:
+    """Each part of the time with its share, and what stands beside it."""
+    cells = [(name, f"{bar.share:.1%}", *beside)[: len(heads)] for (name, *beside), bar in rows]
+    return Table("", heads, cells, bars=[bar for _, bar in rows])
 
 
 def _by_cause(run: RecordedRun) -> list[Part]:
     """Useful work first, then what each cause takes, then what no cause explains. The shares add up to 100%."""
     if run.causes is None:
         return []
-    rows, bars, small = [], [], 0.0
+    rows: list[Row] = []
+    small = 0.0
     for charge in run.causes.charges:
         if charge.share < SMALL:
             small += charge.share
             continue
         words, family = KINDS_OF_CHARGE[charge.kind]
         name = charge.code or phase_name(charge.name)
-        place = f" at {charge.where}" if charge.where else ""
-        rows.append((f"{name}{place}", f"{charge.share:.1%}", words))
-        bars.append(TableBar(charge.share, family_of(charge.code or "") or family))
+        place = " at ".join(filter(None, (name, charge.where)))
+        rows.append(((place, words), TableBar(charge.share, family_of(charge.code or "") or family)))
     if small >= SMALL / 4:
-        rows.append(("smaller shares", f"{small:.1%}", ""))
-        bars.append(TableBar(small, "other"))
-    return [Table(title="", heads=("training's time by cause", "share", ""), rows=rows, bars=bars)]
+        rows.append((("smaller shares", ""), TableBar(small, "other")))
+    return [_share_table(("training's time by cause", "share", ""), rows)]
 
 
 def time_spent(run: RecordedRun, *, brief: bool = False) -> list[Part]:
     """Training's time by phase; and for the page that of the whole run."""
-    b, rows, bars, small_ms = run.breakdown, [], [], 0.0
-    knows_idle = any(part.gpu_idle_ms is not None for part in b.training)
+    b, small_ms = run.breakdown, 0.0
+    rows: list[Row] = []
     own = next((phase.functions[0].hottest.where for phase in run.lines if phase.phase == REST), None)
     for part in b.training:
         if part.share < SMALL:
@@ -338,22 +350,23 @@ def time_spent(run: RecordedRun, *, brief: bool = False) -> list[Part]:
             name += f" at {Path(part.where).name}"
         elif part.name == REST and own:
             name = f"your own code, mostly {own}"
-        idle_ms = part.gpu_idle_ms or 0.0
-        rows.append((name, f"{part.share:.1%}", ms_a_step(part.ms, b.steps), ms_a_step(part.gpu_idle_ms, b.steps)))
-        bars.append(TableBar(part.share, phase_family(part.name), part.share * idle_ms / (part.ms or 1.0)))
+        idle = part.share * (part.gpu_idle_ms or 0.0) / (part.ms or 1.0)
+        cells = name, ms_a_step(part.ms, b.steps), ms_a_step(part.gpu_idle_ms, b.steps)
+        rows.append((cells, TableBar(part.share, phase_family(part.name), idle)))
     if small_ms > SMALL / 4 * b.training_ms:
-        rows.append(("smaller parts", f"{small_ms / b.training_ms:.1%}", ms_a_step(small_ms, b.steps), ""))
-        bars.append(TableBar(small_ms / b.training_ms, "other"))
-    heads = ("where training's time went", "share", "a step", "GPU idle")
-    columns = 4 if knows_idle else 3
-    training = Table(title="", heads=heads[:columns], rows=[row[:columns] for row in rows], bars=bars)
-    cost = ""
+        cells = "smaller parts", ms_a_step(small_ms, b.steps), ""
+        rows.append((cells, TableBar(small_ms / b.training_ms, "other")))
+    heads = ["where training's time went", "share", "a step"]
+    knows_idle = any(part.gpu_idle_ms is not None for part in b.training)
+    if knows_idle:
+        heads.append("GPU idle")
+    training, cost = _share_table(heads, rows), ""
     spent_us, share = run.overhead.values()
     if share is not None:
         cost = f"Measuring took about {spent_us:.0f} µs a step ({share:.2%})"
     if brief:
         return [training, cost]
-    striped = "Striped: the GPU was idle meanwhile." if knows_idle else ""
+    striped = "Striped: the GPU was idle meanwhile." * knows_idle
     return [_whole_run(b), training, striped, cost]
 
 
@@ -368,11 +381,10 @@ def _whole_run(b: Breakdown) -> Table:
             name += " after the last step"
         if beside_ms >= SMALL / 4 * b.wall_ms:
             parts.append((name, beside_ms, "other"))
-    parts.sort(key=lambda part: -part[1])
-    shares = [length / (b.wall_ms or 1.0) for _, length, _ in parts]
-    rows = [(name, f"{share:.1%}", duration(length)) for (name, length, _), share in zip(parts, shares, strict=True)]
-    bars = [TableBar(share, family) for (_, _, family), share in zip(parts, shares, strict=True)]
-    return Table(title="", heads=("the whole run", "share", "time"), rows=rows, bars=bars)
+    rows = []
+    for name, length_ms, family in sorted(parts, key=lambda one: -one[1]):
+        rows.append(((name, duration(length_ms)), TableBar(length_ms / (b.wall_ms or 1.0), family)))
+    return _share_table(("the whole run", "share", "time"), rows)
 
 
 def _lines(phase: PhaseLines) -> list[Part]:
@@ -410,20 +422,21 @@ def _xray(x: Xray | None) -> list[Part]:
     if x is None or not x.wall_ms:
         return []
     steps, busy_ms = max(1, x.steps), x.busy_ms or x.wall_ms
+    kernels = count_of(round(x.kernels / steps), "kernel")
     said = [
         f"The GPU was busy {x.busy_ms / x.wall_ms:.0%} of the time, {ms(x.busy_ms / steps)} a step, "
         f"and had nothing queued for {x.launched_late_ms / x.wall_ms:.0%}.",
-        f"{x.kernels / steps:,.0f} kernels a step, half of them below {x.kernel_us.quantile(0.5) or 0.0:.0f} µs.",
+        f"{kernels} a step, half of them below {x.kernel_us.quantile(0.5) or 0.0:.0f} µs.",
     ]
     if x.matrix_ms:
         said.append(f"Tensor cores did {x.tensor_core_ms / x.matrix_ms:.0%} of the work in matrix kernels.")
     if x.collective_ms:
         said.append(f"Collectives took {ms(x.collective_ms / steps)} a step.")
-    kernels = [(as_text(name), ms(t / steps), f"{t / busy_ms:.1%}") for name, t in _largest(x.top_ms)]
+    longest = [(as_text(name), ms(t / steps), f"{t / busy_ms:.1%}") for name, t in _largest(x.top_ms)]
     copies = [(name, ms(t / steps)) for name, t in _largest(x.copies_ms)]
     return [
         " ".join(said),
-        Table(title="Kernels that take the most time", heads=("kernel", "a step", "of busy"), rows=kernels),
+        Table(title="Kernels that take the most time", heads=("kernel", "a step", "of busy"), rows=longest),
         Table(title="Copies", heads=("kind", "a step"), rows=copies),
     ]
 
@@ -529,7 +542,7 @@ def as_text(value: object) -> str:
 
 def gain(finding: Finding) -> str:
     """What fixing it would give."""
-    more = ", more once the loader can follow" if finding.derived.endswith(LOADER_LIMITS) else ""
+    more = ", more once the loader can follow" * finding.derived.endswith(LOADER_LIMITS)
     if finding.gain_low < CAN_COST:
         return f"{finding.gain_low:.2f} to {finding.gain_high:.2f}× as fast on its own"
     if finding.gain_high < MIN_SHOWN_GAIN:

@@ -20,6 +20,11 @@ from flatout.trace import GpuSample, HostSample, ProcessSample, Sample, Sketch
 QUANTILES = (0.05, 0.5, 0.95)
 IDLE_BELOW_PCT = 5.0  # a pulse below this is an idle moment
 TRAINING_CPU_PCT = 20.0  # of a core: a training process that uses this much is not idle
+# In the JSON of a GPU, beside its levels.
+OF_THE_GPU = ("index", "uuid", "name", "memory_total_bytes", "power_limit_w", "sm_clock_max_mhz")
+OVER_THE_TIME = (
+    "has_gpm", "activity", "idle_pct", "longest_idle_s", "work_pct", "energy_j", "in_use", "throttled_pct",
+)  # fmt: skip
 LONGEST_PULSE_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it, up to this
 
 
@@ -138,10 +143,10 @@ class GpuFigures:
         for pulse in pulses:
             _count(self.activity, pulse, each_s)
             self._active_s += each_s
-            self._stretch_s += each_s
             if pulse >= IDLE_BELOW_PCT:
                 self._stretch_s = 0.0
                 continue
+            self._stretch_s += each_s
             self._idle_s += each_s
             self.longest_idle_s = max(self.longest_idle_s, self._stretch_s)
 
@@ -184,18 +189,8 @@ class GpuFigures:
 
     def to_json(self) -> dict[str, Any]:
         """As documented."""
-        of_it = ("index", "uuid", "name", "memory_total_bytes", "power_limit_w", "sm_clock_max_mhz")
-        figures = (
-            "has_gpm",
-            "activity",
-            "idle_pct",
-            "longest_idle_s",
-            "work_pct",
-            "energy_j",
-            "in_use",
-            "throttled_pct",
-        )
-        values = {name: getattr(self.last, name) for name in of_it} | {name: getattr(self, name) for name in figures}
+        values = {name: getattr(self.last, name) for name in OF_THE_GPU}
+        values |= {name: getattr(self, name) for name in OVER_THE_TIME}
         return _to_json({**values, "fluctuation_pct": self.activity.deviation, **self.levels})
 
 

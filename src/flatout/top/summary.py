@@ -192,9 +192,13 @@ def _ask_gpu(gpu: GpuFigures, host: Figures) -> _Answers:
         yield "fluctuating", f"{swing}: {idle}"
     if is_low:
         yield "starved", f"{average}: the GPU waits for work{_beside(host)}"
-    stand_in = "" if gpu.has_gpm else " (a stand-in for SM active)"
-    spread = f"a fluctuation of {gpu.activity.deviation:.0f} points, idle {gpu.idle_pct:.0f}% of the time"
+    stand_in = " (a stand-in for SM active)" * (not gpu.has_gpm)
+    spread = f"a fluctuation of {_points(gpu.activity.deviation or 0.0)}, idle {gpu.idle_pct:.0f}% of the time"
     yield "healthy", f"{average}{stand_in} with {spread}"
+
+
+def _points(deviation: float) -> str:
+    return count_of(round(deviation), "point")
 
 
 def _too_few(host: Figures) -> tuple[str, str]:
@@ -440,7 +444,7 @@ def _gpus_table(gpus: Sequence[tuple[GpuFigures, Verdict]]) -> Iterator[str]:
 def _host_table(host: Figures) -> Iterator[str]:
     cores, workers, title = host.cores_allowed or host.cores, host.levels["workers"].quantile(0.5), "Host"
     if cores:
-        title += f" · {cores:g} cores"
+        title += f" · {cores:g} core{'s' * (cores != 1)}"
     if workers is not None:
         title += f" · {count_of(round(workers), 'worker')}"
     yield _header(title)
@@ -474,6 +478,8 @@ def _target_line(results: Sequence[TargetResult]) -> str:
     measured = "not measured"
     if worst.value is not None:
         measured = f"{worst.value:.0f}{worst.unit}"
+        if worst.name == "fluctuation":
+            measured = _points(worst.value)
     if len(results) > 1:
         measured += f" (GPU {worst.gpu})"
     return f"  {MARKS[worst.met]} {worst.what:<40}{worst.wish:<19}{measured:>17}".rstrip()

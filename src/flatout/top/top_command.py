@@ -24,6 +24,7 @@ from rich.text import Text
 
 from flatout.files import write_whole
 from flatout.model.errors import GateFailed, UsageError
+from flatout.model.formatting import printable
 from flatout.model.records import SCHEMA, to_json
 from flatout.sample import budget
 from flatout.sample.hardware import Sampler
@@ -83,21 +84,19 @@ def run(
     """
     for mistake in _mistakes(options):
         raise UsageError(mistake)
-    has_view = _wants_view(options, find_terminal())
-    if has_view:
-        _view_class()  # before any file is made
+    make_view = _view_class() if _wants_view(options, find_terminal()) else None  # before any file is made
     stop = stop or Stop()
     with ExitStack() as stack:
         if options.replay_from is not None:
-            pace = (options.speed or 1.0) if has_view else math.inf
+            pace = (options.speed or 1.0) if make_view is not None else math.inf
             source = replay(options.replay_from, gpus=options.gpus, speed=pace)
         else:
             sampler = stack.enter_context(closing(make_sampler(gpus=options.gpus, pids=options.pids)))
             source = _this_machine(options, sampler, clock)
         watch = _Watch(options, source, stack)
         with _ends_on_signal(stop):
-            if has_view:
-                view = _view_class()(source=source, stop=stop, take=watch.take)
+            if make_view is not None:
+                view = make_view(source=source, stop=stop, take=watch.take)
                 view.run()
                 view.raise_problem()
             else:
@@ -173,7 +172,7 @@ class _Watch:
         if options.once and self._last is not None:
             data, lines = self._reading(self._last, notes), reading_lines(self._last, source.cores_allowed)
         if options.json_to is not None:
-            text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+            text = printable(json.dumps(data, indent=2, ensure_ascii=False)) + "\n"
             with _writing(options.json_to):
                 if options.json_to == "-":
                     sys.stdout.write(text)
@@ -182,7 +181,7 @@ class _Watch:
         if not options.stdout_is_data:
             console = Console(highlight=False)
             for line in lines:
-                console.print(Text(line, style=style_of(line)), soft_wrap=True)
+                console.print(Text(printable(line), style=style_of(line)), soft_wrap=True)
         if options.fail_below_pct is not None:
             _ask_gate(summary, options.fail_below_pct)
         return summary

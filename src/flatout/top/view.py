@@ -205,13 +205,13 @@ class _Panel(Static):
     """A framed part of the screen, drawn for each scene in the size it has."""
 
     def __init__(self, draw: Callable[[Scene, int, int], Drawing], *, id: str) -> None:
-        super().__init__(id=id, classes="panel")
+        super().__init__(id=id, classes="panel", markup=False)
         self._draw_scene = draw
 
     def show(self, scene: Scene) -> None:
         """Draw this scene."""
         drawing = self._draw_scene(scene, *self.content_size)
-        self.border_title, self.border_subtitle = drawing.title, drawing.subtitle
+        self.border_title, self.border_subtitle = Text(drawing.title), Text(drawing.subtitle)
         self.update(drawing.body)
 
 
@@ -248,7 +248,7 @@ def gpu_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Each of several GPUs in a line; then the chosen one: its levels, and SM against GPU-Util."""
     gpus, parts = scene.now.gpus, []
     if not gpus:
-        return Drawing(title="GPU", body=(*scene.notes, "no GPU in these samples")[0])
+        return Drawing(title="GPU", body=printable((*scene.notes, "no GPU in these samples")[0]))
     gpu = gpus[scene.gpu]
     history = [past for sample in scene.samples for past in sample.gpus if past.uuid == gpu.uuid]
     has_sm = any(past.sm_active_pct is not None for past in history)
@@ -311,7 +311,7 @@ def grid(gauges: Sequence[Gauge], columns: int = 1) -> Table:
         table.add_column(justify="right", no_wrap=True)
     cells: list[RenderableType] = []
     for label, pct, color, text in gauges:
-        cells += (label, "" if pct is None else Bar(100, 0, _clip(pct), color=color), text)
+        cells += (Text(label), "" if pct is None else Bar(100, 0, _clip(pct), color=color), text)
     for at in range(0, len(cells), 3 * columns):
         table.add_row(*cells[at : at + 3 * columns])
     return table
@@ -321,9 +321,9 @@ def cpu_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Every core."""
     host, allowed = scene.now.host, scene.cores_allowed
     cores = host.cores_pct or ()
-    of, facts, marks = f"{len(cores)}", [], Text()
+    of, facts, marks = count_of(len(cores), "core"), [], Text()
     if allowed is not None and allowed < len(cores):
-        of = f"{allowed:g} of {len(cores)}"
+        of = f"{allowed:g} of {of}"
     spaced = 2 if 2 * len(cores) <= width * height else 1
     for pct in cores:  # an idle core is seen on the floor
         marks.append(EIGHTHS[max(1, round(_clip(pct) / 100 * 8))].ljust(spaced), style=heat(pct))
@@ -333,7 +333,7 @@ def cpu_panel(scene: Scene, width: int, height: int) -> Drawing:
         facts.append(f"queue {host.run_queue}")
     if host.throttled_pct:
         facts.append(f"held back by quota {percent(host.throttled_pct)}")
-    title = f"CPU {percent(cpu_budget_pct(scene.now, allowed))} of {of} cores"
+    title = f"CPU {percent(cpu_budget_pct(scene.now, allowed))} of {of}"
     return Drawing(title=title, subtitle=", ".join(facts), body=marks)
 
 

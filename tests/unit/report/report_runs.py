@@ -12,7 +12,7 @@ from rich.console import Console
 from flatout.model.causes import Finding
 from flatout.model.records import DiskSample, Frame, Stacks, StackTime
 from flatout.model.stats import Sketch
-from flatout.report import Report, run_of
+from flatout.report import run_of
 from flatout.report.account import RecordedRun
 from flatout.trace import (
     Facts,
@@ -67,9 +67,9 @@ def looks(phase: str, where: str, function: str, called: str, source: str, **wor
     return Stacks(time_s=110.0, pid=worker.get("worker") or 1, frames=frames, stacks=stacks, **worker)
 
 
-def report_of(trace: Trace, *findings: Finding) -> Report:
+def report_of(trace: Trace, *findings: Finding) -> RecordedRun:
     """The report of a trace with these findings."""
-    return Report(run=dataclasses.replace(recorded(trace), findings=findings))
+    return dataclasses.replace(recorded(trace), findings=findings)
 
 
 def step(index: int, wall_ms: float = 100.0, *, gpu: bool = True, loss: float | None = None, **more: Any) -> Step:

@@ -8,7 +8,6 @@ import pytest
 from report_runs import facts, rank_of, recorded, sample, steps_of, trace_of
 
 from flatout.report.account import Price, RecordedRun
-from flatout.report.views import run_view
 
 TOKENS = facts(loader={"tokens": {"a_sample": 100.0, "padding": 0.1}, "batches": 32})
 
@@ -22,7 +21,7 @@ def run_of_six_seconds(price: str = "") -> RecordedRun:
 
 def test_energy_and_money_are_told_of_the_run_and_of_an_epoch() -> None:
     run = run_of_six_seconds("$3600/h")
-    assert run_view(run, brief=True).figures[-3:] == [
+    assert run.view(brief=True).figures[-3:] == [
         ("tokens a second", "32,000", "10% of them padding"),
         ("energy", "0.5 Wh", "0.2667 Wh an epoch of 3.2 s"),
         ("cost", "$6", "$3.2 an epoch of 3.2 s"),
@@ -42,7 +41,7 @@ def test_energy_and_money_are_told_of_the_run_and_of_an_epoch() -> None:
 
 
 def test_a_price_without_a_sign_is_in_the_currency_of_the_option() -> None:
-    name, value, _ = run_view(run_of_six_seconds("600/h"), brief=True).figures[-1]
+    name, value, _ = run_of_six_seconds("600/h").view(brief=True).figures[-1]
     assert (name, value) == ("cost", "1 in the currency of --price")
 
 

@@ -173,7 +173,7 @@ def test_a_rank_that_may_see_one_gpu_of_two_is_not_shown_the_other() -> None:
     rank = rank_of((), facts=Facts(gpu_index=0, gpu_uuid="5e7a-11"))
     run = trace_of(rank, samples=[dataclasses.replace(sample, gpus=gpus)])
     assert recorded(run).hardware["power_w"] == 90.0
-    assert {gpu.index for gpu in RankMetrics(run, rank).gpu_samples} == {1}
+    assert {gpu.index for gpu in RankMetrics(run, rank).machine.gpu_samples} == {1}
 
 
 @pytest.mark.parametrize(

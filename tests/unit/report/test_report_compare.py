@@ -15,8 +15,8 @@ from test_report_html import Page
 
 from flatout.model.records import LoaderFacts
 from flatout.model.stats import Gain
-from flatout.report import Report, run_of
 from flatout.report import comparison as comparing
+from flatout.report import run_of
 from flatout.report.comparison import Comparison
 from flatout.report.page import page
 from flatout.report.terminal import show
@@ -295,7 +295,7 @@ def test_runs_without_losses_are_compared_without_them() -> None:
 
 
 def shown(result: Comparison) -> str:
-    return printed(lambda console: show(Report(comparison=result), console))
+    return printed(lambda console: show(result, console))
 
 
 def test_the_terminal_gets_every_figure_in_80_columns() -> None:
@@ -308,7 +308,7 @@ def test_the_terminal_gets_every_figure_in_80_columns() -> None:
 
 def test_the_page_shows_both_runs() -> None:
     a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD")))
-    shown = Page(page(Report(comparison=compare(a, b))))
+    shown = Page(page(compare(a, b)))
 
     assert shown.sections == ["phases", "steps", "losses", "differences", "intervals"]
     assert [str(plot["aria-label"]).partition(":")[0] for plot in shown.plots] == [

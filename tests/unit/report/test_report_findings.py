@@ -10,7 +10,7 @@ import pytest
 from report_runs import printed, rank_of, recorded, report_of, steps_of, trace_of, whole_run
 from test_report_html import FINDING
 
-from flatout.diagnose.by_cause import LOADER_LIMITS
+from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.model.causes import Finding
 from flatout.model.records import Facts, LoaderFacts, SettingsRead
 from flatout.report.account import RecordedRun

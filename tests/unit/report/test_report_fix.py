@@ -22,41 +22,36 @@ from flatout.fix.result import Attempt
 from flatout.fix.search import Search
 from flatout.fix.speed import Gain
 from flatout.model.plan import Change, Outcome
-from flatout.report import Report, report_fix
+from flatout.report import FixSummary, summarize
 from flatout.report.account import Price
-from flatout.report.fix_summary import FixSummary
 from flatout.report.page import page
 from flatout.report.terminal import FixProgress, show
 from flatout.report.views import permanently
 
 
-def fixed(world: World, allow: str = "", price: Price | None = None, budget_s: float = 600, only: str = "") -> Report:
+def fixed(
+    world: World, allow: str = "", price: Price | None = None, budget_s: float = 600, only: str = ""
+) -> FixSummary:
     found = Search(world, Wishes.of(allow=allow, only=only), budget_s=budget_s, clock=world.clock).run()
-    return report_fix(found, ("python", "train.py"), "flatout-plan.yaml", price)
+    return summarize(found, ("python", "train.py"), "flatout-plan.yaml", price)
 
 
-def summary(report: Report) -> FixSummary:
-    assert report.fix is not None
-    return report.fix
-
-
-def with_attempts(report: Report, *attempts: Attempt, **changes: Any) -> Report:
-    result = replace(summary(report).result, attempts=list(attempts), **changes)
-    return replace(report, fix=replace(summary(report), result=result))
+def with_attempts(fix: FixSummary, *attempts: Attempt, **changes: Any) -> FixSummary:
+    return replace(fix, result=replace(fix.result, attempts=list(attempts), **changes))
 
 
 @pytest.fixture(scope="module")
-def starved() -> Report:
+def starved() -> FixSummary:
     return fixed(
         World(machine=Machine(data_ms=80.0), workers=0, settings=[flag("eval_every", 1)]), price=Price.of("$3.6/h")
     )
 
 
-def shown(fix: Report) -> str:
+def shown(fix: FixSummary) -> str:
     return printed(lambda console: show(fix, console))
 
 
-def test_the_terminal_shows_what_was_kept_its_proof_and_the_next_command(starved: Report) -> None:
+def test_the_terminal_shows_what_was_kept_its_proof_and_the_next_command(starved: FixSummary) -> None:
     text = shown(starved)
     assert text.startswith("Trains 4.")
     assert "elastic loader + device_prefetch: 4." in text
@@ -66,9 +61,9 @@ def test_the_terminal_shows_what_was_kept_its_proof_and_the_next_command(starved
     assert text.rstrip().endswith("Train with it:  flatout run --plan flatout-plan.yaml -- python train.py")
 
 
-def test_changes_measured_together_show_one_gain(starved: Report) -> None:
+def test_changes_measured_together_show_one_gain(starved: FixSummary) -> None:
     """Each of two changes with a gain of 4.6 would look like 21 times as fast."""
-    gain = str(summary(starved).kept[0].gain)
+    gain = str(starved.kept[0].gain)
     assert shown(starved).count(gain) == page(starved).count(f"{gain}<") == 1
 
 
@@ -93,8 +88,8 @@ def test_a_text_that_is_not_a_price_is_refused(text: str) -> None:
         Price.of(text)
 
 
-def test_before_and_after_have_energy_and_money(starved: Report) -> None:
-    rows = {name: value for name, value, _ in summary(starved).figures()}
+def test_before_and_after_have_energy_and_money(starved: FixSummary) -> None:
+    rows = {name: value for name, value, _ in starved.figures()}
     assert rows["energy a sample"] == "0.468 J → 0.101 J"  # 300 W at 641 and about 2,960 samples/s
     assert rows["an epoch"].startswith("2 min 36 s → ")
     assert rows["an epoch costs"].startswith("$0.156 → $")
@@ -112,21 +107,21 @@ def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:
 
 def test_speeds_that_count_pauses_say_so() -> None:
     fix = fixed(World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)]), allow="all")
-    assert summary(fix).result.paused
-    assert summary(fix).sentence().endswith("samples/s, pauses counted.")
-    assert summary(fix).figures()[0][0] == "samples/s, pauses counted"
+    assert fix.result.paused
+    assert fix.sentence().endswith("samples/s, pauses counted.")
+    assert fix.figures()[0][0] == "samples/s, pauses counted"
 
 
-def test_a_gain_within_the_noise_is_not_called_worthless(starved: Report) -> None:
-    tried = replace(summary(starved).kept[0], gain=Gain(value=1.1, low=0.9, high=1.1))
-    sentence = summary(with_attempts(starved, tried, kept=())).sentence()
+def test_a_gain_within_the_noise_is_not_called_worthless(starved: FixSummary) -> None:
+    tried = replace(starved.kept[0], gain=Gain(value=1.1, low=0.9, high=1.1))
+    sentence = with_attempts(starved, tried, kept=()).sentence()
     assert sentence.startswith("Nothing to change: tried, and not kept: elastic loader")
 
 
-def test_an_unproven_change_is_not_said_to_leave_training_the_same(starved: Report) -> None:
-    kept = summary(starved).result.attempts[0]
+def test_an_unproven_change_is_not_said_to_leave_training_the_same(starved: FixSummary) -> None:
+    kept = starved.result.attempts[0]
     unproven = replace(kept, outcome=replace(kept.outcome, proof="not proven: interrupted before the proof"))
-    rest = summary(starved).result.attempts[1:]
+    rest = starved.result.attempts[1:]
     text = shown(with_attempts(starved, unproven, *rest))
     assert "said to be reseeded, not proven: interrupted before the proof" in " ".join(text.split())
 
@@ -153,16 +148,16 @@ def test_findings_that_no_change_can_fix_are_left_to_the_person() -> None:
     first THEN that is told with what to do, and what was fixed is not."""
     machine = Machine(data_ms=80.0, eval_s=2.0)
     fix = fixed(World(machine=machine, workers=0, length=19_200))
-    assert [finding.code for finding in summary(fix).left] == ["pause.eval"]
+    assert [finding.code for finding in fix.left] == ["pause.eval"]
     text = " ".join(shown(fix).split())
     assert "Left to you training stands still for evaluation" in text
-    assert summary(fix).left[0].advice in text
+    assert fix.left[0].advice in text
     assert "Left to you" in page(fix)
     assert [one["code"] for one in fix.to_json()["left"]] == ["pause.eval"]
 
     knob = fixed(World(machine=machine, workers=0, length=19_200, settings=[flag("eval_every", 1)]))
-    assert [offer.changes[0].name for offer in summary(knob).result.withheld] == ["eval_interval"]
-    assert not summary(knob).left
+    assert [offer.changes[0].name for offer in knob.result.withheld] == ["eval_interval"]
+    assert not knob.left
     assert "eft to you" not in shown(knob) + page(knob)
 
 
@@ -171,15 +166,15 @@ def test_waiting_for_data_is_left_to_the_person_after_its_changes_failed() -> No
     what holds it up is not forgotten; where they were seen to bring nothing, it is."""
     machine = Machine(data_ms=80.0)
     fix = fixed(World(machine=machine, workers=0, crash={"num_workers": "RuntimeError: no"}), only="num-workers")
-    assert [a.outcome.verdict for a in summary(fix).result.attempts] == ["unsafe"]
-    assert [finding.code for finding in summary(fix).left] == ["data.main-thread"]
-    assert summary(fix).left[0].advice.endswith("(tried, and not kept)")
+    assert [a.outcome.verdict for a in fix.result.attempts] == ["unsafe"]
+    assert [finding.code for finding in fix.left] == ["data.main-thread"]
+    assert fix.left[0].advice.endswith("(tried, and not kept)")
     useless = fixed(World(machine=machine, workers=0, effects={}), only="num-workers")
-    assert [a.outcome.verdict for a in summary(useless).result.attempts] == ["undone"]
-    assert not summary(useless).left
+    assert [a.outcome.verdict for a in useless.result.attempts] == ["undone"]
+    assert not useless.left
 
 
-def test_a_fix_fits_the_width_of_the_terminal(starved: Report) -> None:
+def test_a_fix_fits_the_width_of_the_terminal(starved: FixSummary) -> None:
     console = Console(file=io.StringIO(), width=60)
     show(starved, console)
     FixProgress(console).say("a line that is longer than sixty columns, as those of a fix tend to be")
@@ -188,14 +183,14 @@ def test_a_fix_fits_the_width_of_the_terminal(starved: Report) -> None:
     assert max(len(line) for line in lines if line not in commands) <= 60
 
 
-def test_the_page_has_both_steps_every_run_and_the_edits(starved: Report) -> None:
+def test_the_page_has_both_steps_every_run_and_the_edits(starved: FixSummary) -> None:
     text = page(starved)
     for words in ("Where a step&#x27;s time went, and where it goes", "Runs", "flatout.DataLoader(...)"):
         assert words in text
     assert "Nothing to change" in page(fixed(World()))
 
 
-def test_the_json_names_what_was_tried(starved: Report) -> None:
+def test_the_json_names_what_was_tried(starved: FixSummary) -> None:
     data = starved.to_json()
     assert data["schema"] == 1
     assert data["gain"]["low"] > 1

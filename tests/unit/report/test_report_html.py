@@ -16,7 +16,7 @@ from report_runs import facts, rank_of, report_of, step, steps_of, trace_of, who
 
 from flatout.model.causes import Finding
 from flatout.model.records import Facts
-from flatout.report import report_run
+from flatout.report import read_run
 from flatout.report.page import SIZE, page
 from flatout.trace import Note, Trace
 from flatout.trace.downsample import window_of
@@ -236,7 +236,7 @@ def test_a_day_long_run_stays_below_half_a_megabyte() -> None:
 def test_the_page_of_a_recorded_run_stays_below_150_kilobytes(recording: str, tmp_path: Path) -> None:
     with tarfile.open(TRACES / f"{recording}.tgz") as archive:
         archive.extractall(tmp_path, filter="data")
-    text = page(report_run([tmp_path]))
+    text = page(read_run([tmp_path]))
     assert len(text.encode()) < 150_000
     assert Page(text).plots
 

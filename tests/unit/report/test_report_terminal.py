@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 from report_runs import looks, printed, rank_of, recorded, report_of, steps_of, trace_of, worker
 
+from flatout.check import NOT_APPLICABLE, Checklist, Line
 from flatout.diagnose.breakdown import Breakdown
 from flatout.model.records import Facts, OwnCost
-from flatout.report import Report, run_of
-from flatout.report.terminal import show, wrapped
+from flatout.report import run_of
+from flatout.report.comparison import compare
+from flatout.report.terminal import show, show_checklist, wrapped
 from flatout.report.views import ceiling_in_words
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
 from flatout.trace.downsample import window_of
@@ -64,7 +66,7 @@ def test_the_lines_that_took_the_time_are_shown_as_they_stand_in_the_file() -> N
     spans = [Span(name="forward", start_ms=0, host_ms=6.0), Span(name="rest", start_ms=6, host_ms=4.0)]
     seen = looks("rest", "metrics.py:12", "f_score", "numpy/hist.py:3", "h = np.histogram(prediction)")
     rank = rank_of([replace(step(index), spans=tuple(spans)) for index in range(60)], stacks=(seen,))
-    text = printed(lambda console: show(Report(run=run_of(trace_of(rank), "runs/one")), console))
+    text = printed(lambda console: show(run_of(trace_of(rank), "runs/one"), console))
     by_phase, _, code = text.partition("Your own code: 40% of training's time")
     assert "mostly metrics.py:12" in " ".join(by_phase.split())
     assert "host.python" in by_phase
@@ -178,3 +180,40 @@ def test_a_ceiling_below_the_speed_of_the_run_is_not_believed(most: float, words
     nothing = {"wall_ms": 0.0, "parts": (), "training_ms": 0.0, "training": (), "steps": 0, "samples": None}
     run = Breakdown(step_ms=Sketch(), samples_per_s=100.0, replay_samples_per_s=most, **nothing)  # type: ignore[arg-type]
     assert ceiling_in_words(run) == words
+
+
+HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b1m\b\x7f\u202etxt\u2066"
+
+
+def test_nothing_that_a_terminal_would_obey_reaches_it() -> None:
+    """GIVEN hostile text that no reader has cleaned: a name, a note, a place, a line of code, a kernel, a folder."""
+    seen = looks("samples", f"{HOSTILE}:20", HOSTILE, f"{HOSTILE}:7", HOSTILE, dataset="Photos")
+    waits = (Span(name=HOSTILE, start_ms=0, host_ms=3.0, where=HOSTILE), Span(name="data", start_ms=3, host_ms=7.0))
+    rank = rank_of(
+        steps_of([10.0] * 60, spans=waits),
+        notes=(Note(time_s=1.0, text=HOSTILE),),
+        workers=(replace(worker(0), random_used=(HOSTILE,)),),
+        stacks=(seen,),
+    )
+    run = run_of(trace_of(rank), HOSTILE)
+    other = run_of(trace_of(replace(rank, facts=Facts(optimizer=HOSTILE))), HOSTILE)
+    for report in (run, compare(run, other)):
+        text = printed(lambda console, report=report: show(report, console))  # type: ignore[misc]
+        assert "red" in text
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+
+
+def test_one_line_of_a_checklist_is_not_written_as_a_plural() -> None:
+    line = Line(subject="gpu", status=NOT_APPLICABLE, reason="there is none")
+    checklist = Checklist(looked_at=("train.py",), lines=(line,))
+    text = printed(lambda console: show_checklist(checklist, console, all_lines=True))
+    assert f"{NOT_APPLICABLE:<5}1 line  " in text
+
+
+def test_one_kernel_is_not_written_as_a_plural() -> None:
+    one = Xray(steps=8, wall_ms=80, busy_ms=24, kernels=8, kernel_us=Sketch.of([10.0] * 8))
+    view = report_of(trace_of(rank_of(steps_of([10.0] * 60), xray=one))).view(brief=False)
+    (said,) = (
+        part for section in view.sections for part in section.parts if "kernel" in part and isinstance(part, str)
+    )
+    assert "1 kernel a step" in said

@@ -81,6 +81,15 @@ def test_the_summary_of_one_gpu(make_sample: Make) -> None:
     ]
 
 
+def test_one_core_and_one_point_are_not_written_as_plurals(make_sample: Make) -> None:
+    samples = [make_sample(float(t), sm=sm, util=60) for t, sm in enumerate((90, 92, 92, 90))]
+    one = sum_up(Figures(samples, cores_allowed=1.0), hostname="node-1")
+    lines = list(summary_lines(one))
+    assert any(line.startswith("Host · 1 core  ") for line in lines)
+    assert any(line.endswith(" 1 point") for line in lines)
+    assert "a fluctuation of 1 point," in one.verdict.reason
+
+
 def test_several_gpus_have_a_row_each_and_targets_show_the_worst(make_sample: Make) -> None:
     hot = {"temperature_c": 88.0, "memory_used_bytes": 139 << 30}
     samples = [make_sample(float(t), sm=90, util=95, gpus=2) for t in range(3)]

@@ -171,6 +171,20 @@ def test_a_machine_without_a_gpu(watch, make_sample: Make) -> None:
     assert "none seen: no process holds memory on a GPU" in screen
 
 
+def test_what_stands_in_brackets_is_shown_as_it_is(watch, make_sample: Make) -> None:
+    """Textual and rich would take it for markup: of a color, of something to click on, or broken."""
+    odd = {"host": {"disks": (dataclasses.replace(DISKS[0], name="[/red]"),)}, "gpu": {"name": "GPU [@click=app.quit]"}}
+    (screen,) = watch([busy_second(make_sample, float(t), **odd) for t in range(3)])
+    assert "[/red]" in screen
+    assert "GPU 0 GPU [@click=app.quit]" in screen
+
+
+def test_one_core_is_not_written_as_a_plural(make_sample: Make) -> None:
+    host = dataclasses.replace(make_sample(1.0).host, cores_pct=(50.0,))
+    scene = Scene(samples=[dataclasses.replace(make_sample(1.0), host=host)], gpu=0, cores_allowed=0.5, notes=())
+    assert cpu_panel(scene, 80, 3).title.endswith("of 0.5 of 1 core")
+
+
 def test_the_picture_can_be_paused_while_measuring_goes_on(machine) -> None:
     # GIVEN a live machine whose samples come when this test lets time pass
     here = machine(lambda _: 80.0)
