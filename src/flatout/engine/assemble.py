@@ -2,8 +2,8 @@
 
 `batch_size: auto` is decided here: the fastest batch within a share of the GPU's memory, not the largest
 that fits. Real steps are taken at 32, 64, 128 … samples, until more of them no longer learn faster or no
-longer fit; of those about as fast as the fastest the smallest is taken. Model, optimizer and random
-streams are put back. Every rank takes the same steps, and the slowest and the fullest one decide.
+longer fit; of those about as fast as the fastest the smallest is taken. Model and optimizer are put
+back, the random streams seeded again. Every rank takes the same steps, and the slowest and the fullest one decide.
 """
 
 from __future__ import annotations
@@ -21,34 +21,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from flatout.augment import Augment
-from flatout.engine.config import (
-    Config,
-    FactoryConfig,
-    TrainConfig,
-    as_yaml,
-    build,
-    import_path,
-    load,
-    without_effect,
-)
-from flatout.engine.datasets import (
-    batch_rows,
-    build_dataset,
-    map_samples,
-    steps_in_all,
-    train_loader,
-    val_loader,
-)
+from flatout.engine.config import Config, FactoryConfig, TrainConfig, as_yaml, build, import_path, load, without_effect
+from flatout.engine.datasets import batch_rows, build_dataset, map_samples, steps_in_all, train_loader, val_loader
 from flatout.engine.run_folder import (
     batch_size_of,
     last_run,
     new_run_folder,
     numbered,
-    random_state,
-    set_random_state,
     write_config,
 )
 from flatout.engine.step import (
@@ -103,7 +87,8 @@ def main(
             stack.enter_context(attach(trace))
         size_before = batch_size_of(out) if resume and config.train.batch_size == "auto" else None
         trainer = assemble(config.model_copy(update={"out": str(out)}), ranks, size_before)
-        assert isinstance(trainer.config, Config)
+        in_force = trainer.config
+        assert isinstance(in_force, Config)
         if gpus > 1 and not has_gpu and config.train.device != "cpu":
             trainer.say(f"--gpus {gpus}: there is no GPU here that torch can use; {ranks.world} ranks train on the CPU")
         for text in without_effect(config):
@@ -111,7 +96,7 @@ def main(
         if explain:
             for decision in trainer.decisions:
                 trainer.say(str(decision))
-            trainer.say("\n" + as_yaml(trainer.config, secrets=False))
+            trainer.say("\n" + as_yaml(in_force, secrets=False))
         elif resume and not trainer.resume():
             raise UsageError(f"--resume: there is no whole checkpoint in {out / 'checkpoints'}")
         if explain or trainer.finished:
@@ -119,7 +104,7 @@ def main(
             return None
         trainer.say(f"run: {out}", always=not resume and out != asked)
         if ranks.first:
-            write_config(trainer.config, out)
+            write_config(in_force, out)
         # torchrun ends all when one has died; outside `fit`, a rank ignores it and says why it ends
         if ranks.world > 1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -142,26 +127,26 @@ def assemble(config: Config, ranks: Ranks, size_before: int | None = None) -> Tr
     train_set = build_dataset(data, data.train, "data.train")
     val_set = build_dataset(data, data.val, "data.val") if data.val is not None else None
     model = build(config.model, "model")
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, {type(model).__name__} is none")
     model.to(device)
     criterion = _build_comparison(config.criterion, "criterion") if config.criterion is not None else None
     optimizer, fused = _build_optimizer(config.optimizer, model, device)
     augmentation = _build_augmentation(config, device)
-    _seed((config.train.seed + ranks.rank) % 2**32)
     size, why = size_before or config.train.batch_size, "as it was in this run before"
     if size == "auto":
         size, why = _fastest(config, model, criterion, optimizer, augmentation, train_set, ranks)
+    _seed((config.train.seed + ranks.rank) % 2**32)
     decisions = [fused, *_instead(config, optimizer, size, why, ranks)]
-    in_force = {"batch_size": size, "accumulate": min(config.train.accumulate, size)}
-    config = config.model_copy(update={"train": config.train.model_copy(update=in_force)})
-    loader = train_loader(data, train_set, size, config.train.seed, config.train.epochs, (ranks.rank, ranks.world))
+    sizes = {"batch_size": size, "accumulate": min(config.train.accumulate, size)}
+    config = config.model_copy(update={"train": config.train.model_copy(update=sizes)})
+    ours = (ranks.rank, ranks.world)
+    loader = train_loader(data, train_set, size, config.train, ours)
     metrics = {name: _build_comparison(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)
     validation = None
     if val_set is not None:
-        share = (ranks.rank, ranks.world) if shared else (0, 1)
-        validation = val_loader(data, val_set, config.evaluate.batch_size or size, share)
+        validation = val_loader(data, val_set, config.evaluate.batch_size or size, ours if shared else (0, 1))
     trainer = Trainer(
         model=model,
         train_loader=loader,
@@ -180,12 +165,12 @@ def assemble(config: Config, ranks: Ranks, size_before: int | None = None) -> Tr
     return trainer
 
 
-def _instead(config: Config, optimizer: torch.optim.Optimizer, size: int, why: str, ranks: Ranks) -> Iterator[Decision]:
+def _instead(config: Config, optimizer: Optimizer, size: int, why: str, ranks: Ranks) -> Iterator[Decision]:
     """What is in force instead of what the config says; the learning rate is scaled to the batch here."""
-    found = config.train.batch_size == "auto"
-    if found:
+    is_auto = config.train.batch_size == "auto"
+    if is_auto:
         yield Decision("train.batch_size", str(size), why, instead=True)
-    if found or config.train.lr_rule != "none":
+    if is_auto or config.train.lr_rule != "none":
         rate = scale_learning_rate(optimizer, config.train, size * ranks.world)
         yield Decision("train.lr_rule", config.train.lr_rule, rate, instead=True)
     if config.data.workers == 0 and config.data.on_bad_sample == "skip":
@@ -210,9 +195,7 @@ def _build_comparison(part: FactoryConfig, where: str) -> Any:
     return built
 
 
-def _build_optimizer(
-    part: FactoryConfig, model: torch.nn.Module, device: torch.device
-) -> tuple[torch.optim.Optimizer, Decision]:
+def _build_optimizer(part: FactoryConfig, model: nn.Module, device: torch.device) -> tuple[Optimizer, Decision]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError("model: it has no parameter to train")
@@ -222,14 +205,14 @@ def _build_optimizer(
             if "fused" in inspect.signature(import_path(part.factory, "optimizer.factory")).parameters:
                 more = {"fused": True}
     optimizer = build(part, "optimizer", parameters, **more)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer: expected a torch.optim.Optimizer, {type(optimizer).__name__} is none")
     if optimizer.defaults.get("fused"):
         return optimizer, Decision("fused optimizer", "on")
     return optimizer, Decision("fused optimizer", "off", f"as given, or the default on {device.type}")
 
 
-def _build_scheduler(config: Config, optimizer: torch.optim.Optimizer, loader: Any) -> Any:
+def _build_scheduler(config: Config, optimizer: Optimizer, loader: Any) -> Any:
     """The scheduler; "{steps}" and "{epochs}" among its arguments are those of the whole training."""
     part = config.scheduler
     if part is None:
@@ -249,7 +232,7 @@ def _build_augmentation(config: Config, device: torch.device) -> Any:
     if config.augment is None:
         return None
     augmentation = build(config.augment, "augment")
-    if not isinstance(augmentation, torch.nn.Module):
+    if not isinstance(augmentation, nn.Module):
         raise UsageError(f"augment: expected a module such as flatout.augment:Standard (got {augmentation!r})")
     precision, _ = choose_precision(config.train.precision, device)
     for module in augmentation.modules():
@@ -264,9 +247,9 @@ def _build_augmentation(config: Config, device: torch.device) -> Any:
 
 def _fastest(
     config: Config,
-    model: torch.nn.Module,
+    model: nn.Module,
     criterion: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     augmentation: Any,
     dataset: Any,
     ranks: Ranks,
@@ -279,10 +262,8 @@ def _fastest(
     precision, _ = choose_precision(train.precision, device)
     layout, *_ = prepare_model(model, train.model_copy(update={"compile": False}), device)
     step = TrainStep(model, criterion, optimizer, precision, train, say=lambda text: None)
-    collate: Any = default_collate
-    if config.data.collate:
-        collate = import_path(config.data.collate, "data.collate")
-    samples = collate([dataset[place] for place in range(min(FIRST_SIZE, len(dataset)))])
+    in_process = config.data.model_copy(update={"workers": 0})
+    samples = next(iter(val_loader(in_process, dataset, min(FIRST_SIZE, len(dataset)), (0, 1))))
     convert = channels_last if layout.value == "on" else None
     batch = next(iter(to_device([samples], device, convert=convert)))
     if augmentation is not None:
@@ -297,9 +278,9 @@ def fastest_batch(step: TrainStep, first: Any, most: int, share: float, ranks: R
     device = step.precision.device
     stateful: tuple[Any, ...] = (step.model, step.optimizer, step.scaler)
     states = [copy.deepcopy(thing.state_dict()) for thing in stateful]
-    random_before = random_state(device)
+    least = min(FIRST_SIZE, most)
     speeds: dict[int, float] = {}
-    size = min(FIRST_SIZE, most)
+    size = least
     while True:
         seconds, used = ranks.highest(_try_batch(step, _resize(first, size), device))
         if used > share:
@@ -312,14 +293,11 @@ def fastest_batch(step: TrainStep, first: Any, most: int, share: float, ranks: R
     for thing, state in zip(stateful, states, strict=True):
         thing.load_state_dict(state)
     step.optimizer.zero_grad(set_to_none=True)
-    set_random_state(random_before, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if not speeds:
-        least = min(FIRST_SIZE, most)
-        raise UsageError(
-            f"train.batch_size: even {count_of(least, 'sample')} at a time: more than {share:.0%} of the memory"
-        )
+        few = count_of(least, "sample")
+        raise UsageError(f"train.batch_size: even {few} at a time: more than {share:.0%} of the memory")
     best = next(size for size in speeds if speeds[size] >= _ABOUT_AS_FAST * max(speeds.values()))
     tried = ", ".join(f"{in_full(speed)} at {size}" for size, speed in speeds.items())
     return best, f"the fastest; samples/s of the step alone, uncompiled: {tried}"
@@ -327,11 +305,10 @@ def fastest_batch(step: TrainStep, first: Any, most: int, share: float, ranks: R
 
 def _try_batch(step: TrainStep, batch: Any, device: torch.device) -> tuple[float, float]:
     """Seconds a step takes, and the share of the GPU's memory that it needs (2 if it does not fit)."""
-    on_gpu, pieces_before = device.type == "cuda", step.accumulate
+    on_gpu, pieces_before, seconds = device.type == "cuda", step.accumulate, 0.0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        seconds = 0.0
         for count in (_WARM_UP, _TIMED):
             started = time.perf_counter()
             for _ in range(count):
@@ -344,8 +321,7 @@ def _try_batch(step: TrainStep, batch: Any, device: torch.device) -> tuple[float
         if not out_of_memory(problem):
             raise
         fits = False
-    finally:
-        step.accumulate = pieces_before
+    step.accumulate = pieces_before
     if not fits:
         return 1.0, 2.0
     if not on_gpu:
@@ -356,17 +332,17 @@ def _try_batch(step: TrainStep, batch: Any, device: torch.device) -> tuple[float
 
 def _resize(batch: Any, size: int) -> Any:
     """A batch of `size` samples, those of `batch` over and over: the speed of a step does not depend on them."""
-    places = torch.arange(size) % batch_rows(batch)
+    places = [place % batch_rows(batch) for place in range(size)]
 
     def resize(thing: Any) -> Any:
-        if isinstance(thing, torch.Tensor):
-            return thing[places.to(thing.device)]
-        return [thing[place] for place in places.tolist()]
+        if isinstance(thing, Tensor):
+            return thing[places]
+        return [thing[place] for place in places]
 
     return map_samples(batch, resize)
 
 
-def scale_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, batch: int) -> str:
+def scale_learning_rate(optimizer: Optimizer, config: TrainConfig, batch: int) -> str:
     """Scale the learning rate to the batch of all ranks; what was done, in words."""
     if config.lr_rule == "none" or config.lr_batch is None:
         return f"the learning rate stays as it is at a batch of {batch} (train.lr_rule: none)"

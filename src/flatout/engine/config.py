@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from flatout.model.errors import UsageError
 from flatout.model.inputs import load_yaml, short, text_of, yaml_loader
@@ -47,7 +39,7 @@ def _read_often(value: Any) -> Any:
     if value is None or value is False or value == "never":
         return None
     often = re.fullmatch(r"(\d{1,15}) (epoch|step)s?|(\d{1,15}(\.\d+)?) minutes?", str(value))
-    if often is None or float(str(value).split()[0]) == 0:
+    if often is None or float(often[1] or often[3]) == 0:
         raise ValueError('such as "5 epochs", "1000 steps", "10 minutes" or never')
     return value
 
@@ -287,10 +279,9 @@ def validate(kind: type[Kind], data: Any, source: str) -> Kind:
         if kind_of_error == "missing":
             raise UsageError(f"{source}: {key} is missing") from None
         # pydantic reports each branch of a union.
-        of_key = [str(error["msg"]) for error in errors if _key(error, data) == key]
-        expected = " or ".join(
-            re.sub(r"^(Input should be|Value error,) | or instance of \w+$", "", text) for text in of_key
-        )
+        of_key = (str(error["msg"]) for error in errors if _key(error, data) == key)
+        wordy = r"^(Input should be|Value error,) | or instance of \w+$"
+        expected = " or ".join(re.sub(wordy, "", text) for text in of_key)
         if not key:
             raise UsageError(f"{source}: {expected}") from None
         given = redact_setting(key, errors[0]["input"])

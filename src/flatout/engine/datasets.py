@@ -1,9 +1,9 @@
-"""From data sets to batches on the device: loaders, a share for every rank, epoch by epoch; and the way back.
+"""From datasets to batches on the device: loaders, each rank's share of the samples, and how to resume.
 
-    a loader of `flatout train`    one pass over all epochs: workers never stop, an epoch is a part of it
-    the caller's own loader        a pass for every epoch
+    a loader of `flatout train`    one pass over all epochs: workers never stop between them
+    a loader of the caller's       a pass for every epoch
 
-The order of the samples follows from the seed and the epoch alone, whatever the number of workers.
+The order of the samples depends on the seed and the epoch alone, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from flatout.model.formatting import count_of
 
 Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
 Share = tuple[int, int]  # of the samples: this rank's number, and of how many
+Convert = Callable[[Any], Any]
 
 
 def build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
@@ -39,25 +40,22 @@ def build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
 
 
 def train_loader(
-    config: DataConfig, dataset: Any, batch_size: int, seed: int, epochs: int, share: Share
+    config: DataConfig, dataset: Any, batch_size: int, train: TrainConfig, share: Share
 ) -> DataLoader[Any]:
     """Batches to learn from; with workers, all epochs are one pass."""
     rank, world = share
-    options = _options(config)
-    if isinstance(dataset, IterableDataset):  # it decides the order, and who gets what
-        return DataLoader(dataset, batch_size, drop_last=config.drop_last, **options)
-    if batch_size * world > len(dataset) and config.drop_last:
-        of_ranks = f" x {world}" * (world > 1)
-        raise UsageError(
-            f"train.batch_size: {batch_size}{of_ranks} is more than the "
-            f"{count_of(len(dataset), 'sample')} of data.train"
-        )
+    drop_last, options = config.drop_last, _options(config)
+    if isinstance(dataset, IterableDataset):  # it decides the order, and which rank gets what
+        return DataLoader(dataset, batch_size, drop_last=drop_last, **options)
+    if batch_size * world > len(dataset) and drop_last:
+        asked = str(batch_size) + f" x {world}" * (world > 1)
+        raise UsageError(f"train.batch_size: {asked} is more than the {count_of(len(dataset), 'sample')} of data.train")
     sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, world, rank, shuffle=config.shuffle, seed=seed, drop_last=config.drop_last
+        dataset, world, rank, shuffle=config.shuffle, seed=train.seed, drop_last=drop_last
     )
-    batches = BatchSampler(sampler, batch_size, config.drop_last)
+    batches = BatchSampler(sampler, batch_size, drop_last)
     if config.workers != 0:
-        batches = ChainedEpochs(sampler, batch_size, config.drop_last, epochs)
+        batches = ChainedEpochs(sampler, batch_size, drop_last, train.epochs)
     return DataLoader(dataset, batch_sampler=batches, **options)
 
 
@@ -69,8 +67,15 @@ def val_loader(config: DataConfig, dataset: Any, batch_size: int, share: Share) 
     return DataLoader(dataset, batch_size, sampler=sampler, **_options(config))
 
 
+def _options(config: DataConfig) -> dict[str, Any]:
+    options = {"num_workers": config.workers, "on_bad_sample": config.on_bad_sample}
+    if config.collate is not None:
+        options["collate_fn"] = import_path(config.collate, "data.collate")
+    return options
+
+
 def steps_per_epoch(loader: Any) -> int | None:
-    """How many batches there are, if that is known: a stream need not have a length."""
+    """How many batches a loader has; None for a stream without a length."""
     try:
         return len(loader)
     except TypeError:
@@ -86,67 +91,52 @@ def steps_in_all(train: TrainConfig, loader: Any) -> int | None:
     return min(steps, train.max_steps or steps)
 
 
-def _options(config: DataConfig) -> dict[str, Any]:
-    options = {"num_workers": config.workers, "on_bad_sample": config.on_bad_sample}
-    if config.collate is not None:
-        options["collate_fn"] = import_path(config.collate, "data.collate")
-    return options
-
-
 def end_workers(loader: Any) -> None:
     """End the processes behind a loader of ours."""
-    feed = feed_of(loader) if isinstance(loader, PyTorchLoader) else None
-    if feed is not None:
+    if isinstance(loader, PyTorchLoader) and (feed := feed_of(loader)) is not None:
         feed.close()
 
 
 class ChainedEpochs(BatchSampler):
-    """The batches of all epochs, each in the order that its number gives the sampler; its length is one epoch's."""
+    """The batches of all epochs, each epoch in the order that its number gives; its length is that of one epoch."""
 
     sampler: DistributedSampler[Any]
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool, epochs: int) -> None:
         super().__init__(sampler, batch_size, drop_last)
         self.epochs = epochs
-        self._first = 0
+        self._first_epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next pass begin with this epoch."""
-        self._first = epoch
+        """Let the next pass begin with this epoch."""
+        self._first_epoch = epoch
 
     @property
     def in_all(self) -> int:
-        """How many batches there are."""
+        """The number of batches of all epochs."""
         return self.epochs * len(self)
 
     @property
     def first(self) -> int:
         """The number of the batch that a pass begins with."""
-        return self._first * len(self)
+        return self._first_epoch * len(self)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.beginning_at(self.first)
 
     def beginning_at(self, number: int) -> Iterator[list[int]]:
-        """Those from this batch on, without making the epochs before it."""
+        """The batches from this one on; epochs before it are not drawn."""
         first, within = divmod(number, len(self))
         for epoch in range(first, self.epochs):
             self.sampler.set_epoch(epoch)
             yield from itertools.islice(super().__iter__(), within if epoch == first else 0, None)
 
 
-_END = object()
-
-
 class Batches:
-    """The batches that a training learns from, on the device. `waited_s` is the time it waited for them."""
+    """The batches that a training learns from, on the device. `waited_s` is the time spent waiting for them."""
 
     def __init__(
-        self,
-        loader: Iterable[Any],
-        device: torch.device,
-        convert: Callable[[Any], Any] | None,
-        say: Callable[[str], None],
+        self, loader: Iterable[Any], device: torch.device, convert: Convert | None, say: Callable[[str], None]
     ) -> None:
         self.loader = loader
         self.waited_s = 0.0
@@ -159,28 +149,27 @@ class Batches:
         self._resumed: dict[str, Any] | None = None
 
     def of_epoch(self, epoch: int, done: int) -> Iterator[Any]:
-        """What is left of an epoch of which so many batches are done."""
+        """The rest of an epoch after its first `done` batches."""
         batches = self._begin(epoch, done)
         while True:
             started = time.perf_counter()
-            batch = next(batches, _END)
+            batch = next(batches, self)  # itself marks the end
             self.waited_s += time.perf_counter() - started
-            if batch is _END:
+            if batch is self:
                 return
             yield batch
 
     def state(self) -> dict[str, Any]:
-        """What it takes to go on from here."""
-        state: dict[str, Any] = {"random": random_state(self._device), "epoch_random": self._epoch_random}
-        state |= {"loader": {}, "batches": None}
-        if self._begins_anywhere:
-            state["loader"] = self._on_device.state_dict()
-        if self._one_pass:
-            state["batches"] = len(self._on_device)
-        return state
+        """What is needed to go on from here."""
+        return {
+            "random": random_state(self._device),
+            "epoch_random": self._epoch_random,
+            "loader": self._on_device.state_dict() if self._begins_anywhere else {},
+            "batches": len(self._on_device) if self._one_pass else None,
+        }
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Have the next epoch go on from where `state` was taken."""
+        """Let the next epoch go on from where `state` was taken."""
         self._resumed = state
 
     def close(self) -> None:
@@ -201,21 +190,24 @@ class Batches:
     def _new_pass(self, epoch: int, done: int) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
         batch_sampler = getattr(self.loader, "batch_sampler", None)
-        for sampler in (getattr(self.loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
-            if sampler is not None and hasattr(sampler, "set_epoch"):
+        samplers: list[Any] = [getattr(place, "sampler", None) for place in (self.loader, batch_sampler)]
+        for sampler in (*samplers, batch_sampler):
+            if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        if resumed is None or (done == 0 and not self._one_pass):
-            if resumed is not None:
-                set_random_state(resumed["random"], self._device)
-            self._epoch_random = random_state(self._device)
-            return self._skip(done)  # done is not 0 in an epoch that an exception has ended
+        if resumed is not None:
+            if done or self._one_pass:
+                return self._resumed_pass(resumed, epoch, done)
+            set_random_state(resumed["random"], self._device)
+        self._epoch_random = random_state(self._device)
+        return self._skip(done)  # done is not 0 in an epoch that an exception has ended
+
+    def _resumed_pass(self, resumed: dict[str, Any], epoch: int, done: int) -> Iterator[Any]:
         self._epoch_random = resumed["epoch_random"] if done else resumed["random"]
         place = resumed["loader"]
         if self._begins_anywhere and "base_seed" in place:
             assert isinstance(self.loader, DataLoader)
             length = len(self._on_device) if self._one_pass else 0
-            # Batches have another size now.
-            if self._one_pass and resumed.get("batches") != length:
+            if self._one_pass and resumed.get("batches") != length:  # batches have another size now
                 place = {**place, "yielded": epoch * length + min(done, length)}
             self.loader.load_state_dict(place)
             batches = iter(self._on_device)
@@ -241,7 +233,7 @@ def _draw_as_for_a_new_pass() -> None:
     torch.empty((), dtype=torch.int64).random_()
 
 
-# ------------------------------------------------------------ batches of any form
+# ------------------------------------------------------------ batches of any structure
 
 
 def batch_rows(batch: Any) -> int:
@@ -265,7 +257,7 @@ def shapes_in(batch: Any) -> Shapes:
 
 
 def pieces(batch: Any, count: int) -> list[Any]:
-    """A batch cut into `count` of the same structure (fewer where it has fewer samples), as equal as can be."""
+    """A batch cut into `count` equal batches, fewer where it has fewer samples."""
     if count == 1:
         return [batch]
     rows = batch_rows(batch)
@@ -274,8 +266,8 @@ def pieces(batch: Any, count: int) -> list[Any]:
     return [map_samples(batch, itemgetter(slice(start, end))) for start, end in bounds]
 
 
-def map_samples(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The batch with `change` done to each of its tensors, and to each list that has one name a sample."""
+def map_samples(batch: Any, change: Convert) -> Any:
+    """The batch with `change` applied to each of its tensors, and to each list that has one entry a sample."""
     rows = batch_rows(batch)
 
     def within(thing: Any) -> Any:

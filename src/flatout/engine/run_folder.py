@@ -43,7 +43,6 @@ from flatout.redact import redact_setting, redact_text
 
 VERSION = 1
 MAX_REASON_LETTERS = 200
-_NAME = re.compile(r"step-(\d+)\.pt")
 
 
 # ------------------------------------------------------------ the folder
@@ -51,9 +50,8 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 def last_run(asked: Path) -> int:
     """The number of the last run in NAME, NAME-2, NAME-3 …; 0 if there is none."""
-    name = re.compile(rf"{re.escape(asked.name)}(?:-(\d+))?")
-    matches = (name.fullmatch(path.name) for path in asked.parent.glob("*/"))
-    return max((int(match[1] or 1) for match in matches if match), default=0)
+    runs = (re.fullmatch(rf"{re.escape(asked.name)}(?:-(\d+))?", path.name) for path in asked.parent.glob("*/"))
+    return max((int(run[1] or 1) for run in runs if run), default=0)
 
 
 def numbered(asked: Path, number: int) -> Path:
@@ -115,7 +113,6 @@ class Checkpoints:
         self.folder = folder
         self._config = config
         self._say = say
-        self._said: set[str] = set()
         self._thread: threading.Thread | None = None
         self._unsaved = ""
         self.last_written: Path | None = None
@@ -124,9 +121,8 @@ class Checkpoints:
         """Take a snapshot of `state` now and write it in the background, unless there is a NaN in its weights."""
         self.wait()
         snapshot, ready = _snapshot({"version": VERSION, **state})
-        self._thread = threading.Thread(
-            target=self._write, args=(step, snapshot, ready, best), name="flatout-checkpoint"
-        )
+        arguments = step, snapshot, ready, best
+        self._thread = threading.Thread(target=self._write, args=arguments, name="flatout-checkpoint")
         self._thread.start()
 
     def wait(self) -> str:
@@ -144,7 +140,7 @@ class Checkpoints:
                 # This thread waits for the copies, so that training does not.
                 ready.synchronize()
             if any(bool(weights.isnan().any()) for weights in state["model"].values()):
-                self._say_once(f"no checkpoint at step {step}: there is a NaN in the weights")
+                self._say(f"no checkpoint at step {step}: there is a NaN in the weights")
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
             _save(state, path)
@@ -155,17 +151,10 @@ class Checkpoints:
                 old.unlink()
         except Exception as problem:  # training goes on
             why = _reason(problem)
-            kept = next(
-                (f"the newest checkpoint is {path}" for path in _by_step(self.folder)), "there is no checkpoint"
-            )
-            self._unsaved = f"the last checkpoint, of step {step}, could not be written ({why}): {kept}"
-            self._say_once(f"no checkpoint at step {step}: {why}; training goes on, older ones are kept")
-
-    def _say_once(self, text: str) -> None:
-        kind = re.sub(r"\d+", "", text)
-        if kind not in self._said:
-            self._said.add(kind)
-            self._say(text)
+            kept = [f"the newest checkpoint is {path}" for path in _by_step(self.folder)]
+            kept.append("there is no checkpoint")
+            self._unsaved = f"the last checkpoint, of step {step}, could not be written ({why}): {kept[0]}"
+            self._say(f"no checkpoint at step {step}: {why}; training goes on, older ones are kept")
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
@@ -220,8 +209,8 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def _by_step(folder: Path) -> list[Path]:
-    """Checkpoints that have their final name, newest first."""
-    return sorted((path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)), reverse=True)
+    """The checkpoints, newest first."""
+    return sorted(folder.glob(f"step-{9 * '[0-9]'}.pt"), reverse=True)
 
 
 def _snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
@@ -341,9 +330,11 @@ class LossLog:
             event.synchronize()
         for step, loss in enumerate(values.tolist(), summary.last_step + 1 - len(values)):
             if math.isfinite(loss):
-                summary.total, summary.count = summary.total + loss, summary.count + 1
+                summary.total += loss
+                summary.count += 1
             else:
-                summary.first_bad, summary.bad = min(summary.first_bad, step), summary.bad + 1
+                summary.first_bad = min(summary.first_bad, step)
+                summary.bad += 1
         return summary
 
 
@@ -363,13 +354,12 @@ class Reporter:
         self._config, self._folder, self._speaks = config, folder, speaks
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
-        self._task: Any = None
         self._sinks: list[Callable[[str, int, Row], None]] = []
         self._close: list[Callable[[], None]] = []
-        self._unwritten: set[str] = set()
+        self._said: set[str] = set()
         for name in _OPEN if speaks else ():
             if getattr(config, name):  # a mistake is reported before there is a folder
-                _import_logger(name, name)
+                _import_logger(name)
 
     def begin(self, begun: int, last: int | None, settings: Mapping[str, Any]) -> None:
         """Training begins after step `begun` and ends at `last`, if that is known."""
@@ -388,7 +378,7 @@ class Reporter:
             step = TextColumn("step {task.completed}")
             columns = step, BarColumn(None), words, TimeRemainingColumn()
             self._bar = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
-            self._task = self._bar.add_task("", total=last, completed=begun, text="")
+            self._bar.add_task("", total=last, completed=begun, text="")
             self._bar.start()
 
     def say(self, text: str, *, always: bool = True) -> None:
@@ -397,17 +387,24 @@ class Reporter:
             with self._survive_stdout():
                 self._console.print(redact_text(text), markup=False)
 
+    def say_once(self, text: str) -> None:
+        """As `say`, unless the same was said before, at another step."""
+        kind = re.sub(r"\d+", "", text)
+        if kind not in self._said:
+            self._said.add(kind)
+            self.say(text)
+
     def trained(self, step: int, row: dict[str, Any]) -> None:
         """How training went since the last time."""
         if not self._speaks:
             return
         self._write("train", step, row)
         words = "  ".join(form(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None)
-        if self._bar is not None:
-            with self._survive_stdout():
-                self._bar.update(self._task, completed=step, text=words, refresh=True)
-        else:
+        if self._bar is None:
             self.say(f"epoch {row['epoch']}  step {step}  {words}", always=False)
+            return
+        with self._survive_stdout():
+            self._bar.update(self._bar.task_ids[0], completed=step, text=words, refresh=True)
 
     def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """What validation gave."""
@@ -443,9 +440,7 @@ class Reporter:
                 sink(kind, step, row)
             except OSError as problem:  # a full disk does not end the training
                 why = problem.strerror or str(problem)
-                if why not in self._unwritten:
-                    self._unwritten.add(why)
-                    self.say(f"metrics of step {step} are not written: {why}; training goes on")
+                self.say_once(f"metrics of step {step} are not written: {why}; training goes on")
 
     def _forget_after(self, step: int) -> None:
         """Drop the rows of steps that are taken again after a resume, and a line that a full disk has cut off."""
@@ -455,11 +450,9 @@ class Reporter:
             write_whole(path, "".join([heading, *kept]))
 
     def _csv(self, kind: str, step: int, row: Row) -> None:
-        path = self._folder / f"{kind}.csv"
-        new = not path.exists() or path.stat().st_size == 0
-        with path.open("a", newline="") as file:
+        with (self._folder / f"{kind}.csv").open("a", newline="") as file:
             writer = csv.writer(file)
-            if new:
+            if file.tell() == 0:
                 writer.writerow(["step", *row])
             writer.writerow([step, *row.values()])
 
@@ -467,11 +460,12 @@ class Reporter:
 # ------------------------------------------------------------ other loggers, each as (write, close)
 
 
-def _import_logger(module: str, key: str) -> Any:
+def _import_logger(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UsageError(f"log.{key}: {module.split('.')[0]} is not installed") from None
+        name = module.rpartition(".")[2]
+        raise UsageError(f"log.{name}: {name} is not installed") from None
 
 
 def _numbers(kind: str, row: Row) -> dict[str, float]:
@@ -479,7 +473,7 @@ def _numbers(kind: str, row: Row) -> dict[str, float]:
 
 
 def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Any:
-    writer = _import_logger("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
+    writer = _import_logger("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
 
     def write(kind: str, step: int, row: Row) -> None:
         for name, value in _numbers(kind, row).items():
@@ -489,12 +483,12 @@ def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Any:
 
 
 def _wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
-    run = _import_logger("wandb", "wandb").init(dir=str(folder), config=dict(settings), resume="allow", id=folder.name)
+    run = _import_logger("wandb").init(dir=str(folder), config=dict(settings), resume="allow", id=folder.name)
     return (lambda kind, step, row: run.log(_numbers(kind, row), step=step)), run.finish
 
 
 def _mlflow(folder: Path, settings: Mapping[str, Any]) -> Any:
-    mlflow = _import_logger("mlflow", "mlflow")
+    mlflow = _import_logger("mlflow")
     mlflow.start_run(run_name=folder.name)
     mlflow.log_dict(dict(settings), "config.yaml")
     return (lambda kind, step, row: mlflow.log_metrics(_numbers(kind, row), step=step)), mlflow.end_run

@@ -217,7 +217,8 @@ def _checkpoint_activations(model: nn.Module, asked: bool | list[str]) -> Decisi
     modules = {path: module for path, module in model.named_modules() if path}
     chosen: list[str] = []
     if asked is True:
-        blocks = [path for path in modules if isinstance(_parent(model, path), nn.Sequential | nn.ModuleList)]
+        parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in modules}
+        blocks = [path for path, parent in parents.items() if isinstance(parent, nn.Sequential | nn.ModuleList)]
         chosen = [path for path in blocks if not any(path.startswith(f"{outer}.") for outer in blocks)]
         if not chosen:
             raise UsageError(f"{name}: no nn.Sequential or nn.ModuleList to take blocks from; name the modules")
@@ -235,10 +236,6 @@ def _checkpoint_activations(model: nn.Module, asked: bool | list[str]) -> Decisi
     return Decision(name, f"{len(set(chosen))} modules", ", ".join(chosen[:3]) + more)
 
 
-def _parent(model: nn.Module, path: str) -> nn.Module:
-    return model.get_submodule(path.rpartition(".")[0])
-
-
 def _compile(model: nn.Module, asked: bool | str, device: torch.device, ranks: int) -> Decision:
     """Compile it; with one rank capture it too: most steps take the host longer to launch than the GPU to run."""
     name, value, why = "train.compile", str(asked), "eager should it fail"
@@ -248,10 +245,11 @@ def _compile(model: nn.Module, asked: bool | str, device: torch.device, ranks: i
         if device.type != "cuda":
             return Decision(name, "off", f"the default on {device.type}")
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            return Decision(
-                name, "off", "the compiler stops before an RNN and goes on behind it, at a cost in every step"
-            )
-        value, why = _WITH_GRAPHS if ranks == 1 else "on", f"the default on {device.type}"
+            why = "the compiler stops before an RNN and goes on behind it, at a cost in every step"
+            return Decision(name, "off", why)
+        value, why = "on", f"the default on {device.type}"
+        if ranks == 1:
+            value = _WITH_GRAPHS
     elif asked is True:
         value = "on"
     mode = {"on": None, _WITH_GRAPHS: "reduce-overhead"}.get(value, value)
@@ -260,8 +258,7 @@ def _compile(model: nn.Module, asked: bool | str, device: torch.device, ranks: i
         # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
         model.forward = torch.compile(model.forward, mode=mode)
     except Exception as problem:  # without a compiler that works, training goes on eagerly
-        why = f"torch.compile failed: {type(problem).__name__}: {problem}"
-        return Decision(name, "off", why, instead=True)
+        return Decision(name, "off", f"torch.compile failed: {type(problem).__name__}: {problem}", instead=True)
     return Decision(name, value, f"{why}; the first step takes longer")
 
 
@@ -291,6 +288,9 @@ class TrainStep:
         captured: bool = False,
     ) -> None:
         self.model, self.criterion, self.optimizer = model, criterion, optimizer
+        self._bare = model
+        if isinstance(model, DistributedDataParallel):
+            self._bare = model.module
         self.precision = precision
         self.accumulate = config.accumulate
         self.scaler = torch.amp.GradScaler(precision.device.type, _FIRST_SCALE, enabled=precision.scaled)
@@ -404,11 +404,6 @@ class TrainStep:
         self._captured = []
         return uncompile(self._bare)
 
-    @property
-    def _bare(self) -> nn.Module:
-        model: nn.Module = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        return model
-
     def _repair(self, problem: Exception, batch: Any) -> str | None:
         """Change what can be changed so that the step can be repeated; what was done, or None."""
         exchanging, self._exchanging = self._exchanging, False
@@ -431,7 +426,7 @@ class TrainStep:
         size = math.ceil(rows / self.accumulate)
         if size <= 1:
             raise UsageError("out of memory with one sample at a time: try train.checkpoint_activations=true") from None
-        if exchanging and isinstance(self.model, DistributedDataParallel):
+        if exchanging and self._bare is not self.model:
             raise FlatoutError(
                 "out of memory while gradients were on their way to the other ranks, which cannot be taken back: "
                 f"go on with --resume train.accumulate={2 * self.accumulate}"

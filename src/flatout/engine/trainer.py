@@ -11,7 +11,9 @@ A metric is a function of (output, target) that gives a number a sample (or a me
 from __future__ import annotations
 
 import gc
+import itertools
 import math
+import operator
 import signal
 import threading
 import time
@@ -97,7 +99,7 @@ class Trainer:
         whole, captured = self._across_ranks(model), compiled.value in CAPTURING
         self.step = TrainStep(whole, criterion, optimizer, precision, train, self.say, captured=captured)
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
-        self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint, self.say)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint, self.reporter.say_once)
         self._val_loader, self._val_shared = val_loader, val_shared
         convert = channels_last if layout.value == "on" else None
         self._batches = Batches(train_loader, self.device, convert, self.say)
@@ -114,8 +116,8 @@ class Trainer:
         self.skipped = 0  # steps whose loss was not a number
         self._losses = LossLog()
         self._interrupts = Interrupts()
-        self._frozen = False  # the garbage collector's view of what was there before
-        self._evaluated_at = self._saved_at = -1
+        self._frozen = False
+        self._evaluated_at = self._saved_at = -1  # steps
         self._done_at = dict.fromkeys(("evaluate", "checkpoint"), time.monotonic())
 
     # ------------------------------------------------------------ the loop
@@ -142,14 +144,12 @@ class Trainer:
         due = self._read_losses()  # if their reading began at the step before
         if at.step % self.config.log.every == 0:
             self._begin_reading(at.epoch + 1)
-        if self.scheduler is not None and self.config.train.scheduler_per == "step":
-            self._schedule()
+        self._schedule("step")
         self._do(due | self._due("step", at.step))
 
     def _end_epoch(self) -> None:
         self.at.epoch, self.at.batch = self.at.epoch + 1, 0
-        if self.scheduler is not None and self.config.train.scheduler_per == "epoch":
-            self._schedule()
+        self._schedule("epoch")
         self._do(self._due("epoch", self.at.epoch))
 
     def _end(self) -> None:
@@ -214,36 +214,34 @@ class Trainer:
         if self.augmentation is None:
             return batch
         images, *between, target = batch
-        rows = len(images)
-        first = (self.at.batch * self.ranks.world + self.ranks.rank) * rows
-        # Places in the epoch.
-        index = torch.arange(first, first + rows, device=images.device)
-        sizes = (tuple(images.shape[-2:]), tuple(images.shape[1:3]))
+        first = (self.at.batch * self.ranks.world + self.ranks.rank) * len(images)
+        places = torch.arange(first, first + len(images), device=images.device)  # in the epoch
+        sizes = images.shape[-2:], images.shape[1:3]
         masks = None
         if isinstance(target, Tensor) and target.dim() > 2 and target.shape[-2:] in sizes:
             masks = target
         self.augmentation.train(training)
         try:
-            augmented = self.augmentation(images, masks, index=index, epoch=self.at.epoch)
+            augmented = self.augmentation(images, masks, index=places, epoch=self.at.epoch)
         except ValueError as problem:
             raise UsageError(f"augment: {problem}") from None
         if masks is None:
             return [augmented, *between, target]
-        images, masks = augmented
-        return [images, *between, masks]
+        images, target = augmented
+        return [images, *between, target]
 
     # ------------------------------------------------------------ when something is due
 
     def _due(self, unit: str, number: int = 0) -> set[str]:
         """What is due after so many steps or epochs, or by the clock."""
         due = set()
-        for name, every in (("evaluate", self.config.evaluate.every), ("checkpoint", self.config.checkpoint.every)):
-            count, _, units = (every or "").partition(" ")
+        for name, done_at in self._done_at.items():
+            count, _, units = (getattr(self.config, name).every or "").partition(" ")
             if units.removesuffix("s") != unit:
                 continue
             is_due = number % float(count) == 0
             if unit == "minute":
-                is_due = time.monotonic() - self._done_at[name] >= 60 * float(count)
+                is_due = time.monotonic() - done_at >= 60 * float(count)
             if is_due:
                 due.add(name)
         return due
@@ -273,19 +271,24 @@ class Trainer:
         self.reporter.evaluated(self.at.step, self.at.epoch + (self.at.batch > 0), self.results)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(self.results["loss"])
+        return self._note_best()
+
+    def _note_best(self) -> bool:
         name = self.config.checkpoint.best
         if name is None:
             return False
         if name not in self.results:
             raise UsageError(f"checkpoint.best: there is no metric {name!r}{nearest(name, self.results)}")
-        value, sign = self.results[name], {"min": 1, "max": -1}[self.config.checkpoint.best_is]
-        if not math.isfinite(value) or (self.best is not None and sign * value >= sign * self.best):
+        value, best = self.results[name], self.best
+        is_better = {"min": operator.lt, "max": operator.gt}[self.config.checkpoint.best_is]
+        if not math.isfinite(value) or (best is not None and not is_better(value, best)):
             return False
         self.best = value
         return True
 
-    def _schedule(self) -> None:
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
+    def _schedule(self, after: str) -> None:
+        due = self.scheduler is not None and self.config.train.scheduler_per == after
+        if due and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
 
     def _begin_reading(self, epoch: int) -> None:
@@ -298,12 +301,15 @@ class Trainer:
         read = self._losses.read()
         if read is None:
             return set()
-        self._freeze()
+        if not self._frozen and gc.get_freeze_count() == 0:
+            # The garbage collector need not look through what is there by now, again and again.
+            gc.collect()
+            gc.freeze()
+            self._frozen = True
         total, count, samples = self.ranks.total([read.total, read.count, read.samples])
-        due = self._due("minute")
-        stop = self._interrupts.asked is not None
-        mine = [read.bad, -read.first_bad, "evaluate" in due, "checkpoint" in due, stop]
-        bad_steps, first_bad, evaluate_now, save_now, stop_now = self.ranks.highest(mine)
+        due, stop = self._due("minute"), self._interrupts.asked is not None
+        mine = [read.bad, -read.first_bad, stop, *(name in due for name in self._done_at)]
+        bad_steps, first_bad, stop_now, *due_now = self.ranks.highest(mine)
         self.skipped += int(bad_steps)
         row: dict[str, Any] = {"epoch": read.then["epoch"], "loss": None, "lr": read.then["lr"]}
         row |= {"samples": read.then["samples"], "samples_per_s": None, "data_wait_pct": None, "skipped": self.skipped}
@@ -318,14 +324,7 @@ class Trainer:
             self._not_a_number(int(-first_bad))
         if stop_now:
             self.stopped_by = self._interrupts.asked or "stop"
-        return {name for name, now in (("evaluate", evaluate_now), ("checkpoint", save_now)) if now}
-
-    def _freeze(self) -> None:
-        """Keep the garbage collector from looking through what is there by now, again and again."""
-        if not self._frozen and gc.get_freeze_count() == 0:
-            gc.collect()
-            gc.freeze()
-            self._frozen = True
+        return set(itertools.compress(self._done_at, due_now))
 
     def _not_a_number(self, step: int) -> None:
         if self.config.train.on_nan == "skip":
@@ -381,15 +380,14 @@ class Trainer:
         if len(state["ranks"]) != self.ranks.world:
             raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
         ours, saved = self.step.optimizer.param_groups[0], state["optimizer"]["param_groups"][0]
-        self._compare("optimizer", ours, saved, {"initial_lr"})  # which is a scheduler's
+        self._compare("optimizer", ours, saved)
         if self.scheduler is not None:
-            self._compare("scheduler", self.scheduler.state_dict(), state["scheduler"] or {}, set())
+            self._compare("scheduler", self.scheduler.state_dict(), state["scheduler"] or {})
         moving = {"params", "lr" if "initial_lr" in ours else ""}
         for name in sorted(ours.keys() - moving):
-            if saved.get(name) != ours[name]:
-                self.say(
-                    f"the optimizer's {name} stays as it was: {saved.get(name)} (the config comes to {ours[name]})"
-                )
+            was, new = saved.get(name), ours[name]
+            if was != new:
+                self.say(f"the optimizer's {name} stays as it was: {was} (the config comes to {new})")
         self.model.load_state_dict(state["model"])
         self.step.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -401,11 +399,13 @@ class Trainer:
         self.at, self.best = TrainingPosition(**state["at"]), state["best"]
         self._batches.resume(state["ranks"][self.ranks.rank])
 
-    def _compare(self, part: str, ours: Mapping[str, Any], saved: Mapping[str, Any], optional: set[str]) -> None:
-        missing = {key for key in ours.keys() - saved.keys() - optional if not key.startswith("_")}
+    def _compare(self, part: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        unknown = ours.keys() - saved.keys() - {"initial_lr"}  # which a scheduler adds to the optimizer's
+        missing = ", ".join(sorted(key for key in unknown if not key.startswith("_")))
         if missing:
-            why = f"it has no {', '.join(sorted(missing))}"
-            raise UsageError(f"{self.out}: the {part} of its checkpoint is not that of this config: {why}")
+            raise UsageError(
+                f"{self.out}: the {part} of its checkpoint is not that of this config: it has no {missing}"
+            )
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:
         if self.ranks.world == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
@@ -431,10 +431,10 @@ def _checked(config: TrainerConfig | Mapping[str, Any] | None, metrics: Mapping[
 # ------------------------------------------------------------ how a training ends
 
 
-def lost_contact(problem: BaseException) -> bool:
+def lost_contact(problem: RuntimeError) -> bool:
     """Whether an error means that another rank is gone."""
     words = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "NCCL", "remote process")
-    return isinstance(problem, RuntimeError) and any(word in str(problem) for word in words)
+    return any(word in str(problem) for word in words)
 
 
 class Interrupts:
@@ -455,9 +455,8 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _ask(self, number: int, _: FrameType | None) -> None:
         if self.asked is None:
@@ -511,10 +510,10 @@ def evaluate(
     results = {name: total / max(1.0, totals[-1]) for name, total in zip(sums, totals[:-1], strict=True)}
     for name, metric in objects.items():
         value = metric.compute()
-        parts = (
-            {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else {name: value}
-        )
-        results |= {key: float(inner) for key, inner in parts.items()}
+        if isinstance(value, Mapping):
+            results |= {f"{name}.{key}": float(inner) for key, inner in value.items()}
+        else:
+            results[name] = float(value)
     return results
 
 
