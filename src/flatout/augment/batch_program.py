@@ -25,13 +25,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import operations as ops
-from .operations import BoxDraw, Draw, Operation, Point, Size, philox, require, uniform
+from .operations import (
+    Affine,
+    BoxDraw,
+    ColorJitter,
+    Crop,
+    Draw,
+    Erase,
+    Geometry,
+    HFlip,
+    Normalize,
+    Operation,
+    Point,
+    Resize,
+    ResizedCrop,
+    Rotate,
+    Size,
+    VFlip,
+    philox,
+    require,
+    uniform,
+)  # fmt: skip
 
 ATTEMPTS = 10  # of a box, as in torchvision
-_TURNS = (ops.Rotate, ops.Affine)
 TABLE_WIDTH = 18
-_BOX: tuple[str, ...] = ("top", "left", "height", "width")
 _DERIVED = (*(f"matrix.{i}" for i in range(6)), "box.left", "box.top", "box.right", "box.bottom")
 
 
@@ -44,7 +61,7 @@ class PlacedOperation(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """One geometric operation as numbers: the size before, the size after, and where its draws are in the table."""
+    """One geometric operation as numbers: the size before, the size after, and the first of its draws in the table."""
 
     kind: int
     entry: int
@@ -53,8 +70,6 @@ class Fold(NamedTuple):
     new_height: int
     new_width: int
     narrows: int  # what follows must not see the source outside of this window
-    numbers: int  # entries of the table that are its own
-    column: int  # of a row, the first of them
 
 
 @dataclass(frozen=True)
@@ -84,29 +99,30 @@ class BatchProgram:
         folds: list[Fold] = []
         points: list[tuple[Point, range]] = []
         now, antialias = size, False
-        for place, (slot, gate, operation) in enumerate(steps):
-            after = operation.out_size(now)
-            if isinstance(operation, ops.Resize) and after == now:
+        for place, step in enumerate(steps):
+            operation, entry, column = step.operation, len(table), len(columns)
+            if isinstance(operation, Resize) and operation.out_size(now) == now:
                 continue
-            drawn, entry, column = operation.draws(now), len(table), len(columns)
-            table += _rows(operation.probability, slot, gate, column, drawn)
-            names = _BOX
+            drawn = operation.draws(now)
+            names: tuple[str, ...] = ("top", "left", "height", "width")
             if not isinstance(drawn, BoxDraw):
                 names = tuple(one.name for one in drawn)
-            columns += [f"{slot}.{type(operation).__name__}.{name}" for name in names]
-            if isinstance(operation, ops.Geometry):
-                numbers = len(table) - entry
-                folds.append(Fold(operation.kind, entry, *now, *after, _narrows(steps, place), numbers, column))
-                shrinks = now[0] > after[0] or now[1] > after[1]
-                antialias |= shrinks and getattr(operation, "antialias", False)
+            columns += [f"{step.slot}.{type(operation).__name__}.{name}" for name in names]
+            table += _rows(step, column, drawn)
+            if isinstance(operation, Geometry):
+                after = operation.out_size(now)
+                if isinstance(operation, (Resize, ResizedCrop)):
+                    antialias |= operation.antialias and (now[0] > after[0] or now[1] > after[1])
+                folds.append(Fold(operation.kind, entry, *now, *after, _narrows(steps, place)))
                 now = after
             elif isinstance(operation, Point):
                 if operation.colour:
                     require(channels in (1, 3), f"channels for {type(operation).__name__}", "1 or 3", channels)
                 if not (operation.colour and channels == 1):
                     points.append((operation, range(column, len(columns))))
+        kinds = {type(step.operation) for step in steps}
         sampling = "tent" if antialias else "bilinear"
-        if nearest or all(fold.kind <= ops.Crop.kind for fold in folds):
+        if nearest or all(fold.kind <= Crop.kind for fold in folds):
             sampling = "pixel"
         return BatchProgram(
             size=size,
@@ -116,7 +132,7 @@ class BatchProgram:
             folds=tuple(folds),
             points=tuple(points),
             sampling=sampling,
-            filled=any(_leaves(step.operation) for step in steps),
+            filled=bool(kinds & {Rotate, Affine}) or any(getattr(s.operation, "padding", 0) for s in steps),
         )
 
 
@@ -125,51 +141,49 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
     numbered: list[PlacedOperation] = []
     for operation in operations:
         require(isinstance(operation, Operation), "operations", "a list of augment operations", operation)
-        parts = operation.parts() if isinstance(operation, ops.ColorJitter) else [operation]
+        parts: list[Operation] = [operation]
+        if isinstance(operation, ColorJitter):
+            parts = [*operation.parts()]
         gate = len(numbered)
         numbered += [PlacedOperation(gate + i, gate, part) for i, part in enumerate(parts)]
-    points: list[Operation] = []
+    seen: list[Operation] = []
     for _, _, operation in numbered:
         name = type(operation).__name__
         # Flips and point operations may change places.
-        if isinstance(operation, ops.Geometry) and not isinstance(operation, ops.HFlip) and points:
-            raise ValueError(f"{name} must stand before {type(points[0]).__name__}: geometry is done first, in one go")
+        if isinstance(operation, Geometry) and not isinstance(operation, HFlip) and seen:
+            raise ValueError(f"{name} must stand before {type(seen[0]).__name__}: geometry is done first, in one go")
         if isinstance(operation, Point):
-            if not isinstance(operation, ops.Erase) and any(isinstance(point, ops.Normalize) for point in points):
+            if not isinstance(operation, Erase) and any(isinstance(o, Normalize) for o in seen):
                 raise ValueError(f"{name} must stand before Normalize: it takes values from 0 to 1")
-            points.append(operation)
-    turns = [i for i, step in enumerate(numbered) if isinstance(step.operation, _TURNS)]
-    for _, _, operation in numbered[min(turns, default=0) : max(turns, default=0)]:
-        if isinstance(operation, (ops.Crop, ops.ResizedCrop)):
-            name = type(operation).__name__
+            seen.append(operation)
+    turns = [i for i, step in enumerate(numbered) if isinstance(step.operation, (Rotate, Affine))]
+    for step in numbered[min(turns, default=0) : max(turns, default=0)]:
+        if isinstance(step.operation, (Crop, ResizedCrop)):
+            name = type(step.operation).__name__
             raise ValueError(f"{name} must not stand between two of Rotate and Affine: put it before or after both")
     return tuple(numbered)
 
 
-def _leaves(operation: Operation) -> bool:
-    """Whether it can look for pixels outside of the picture."""
-    return isinstance(operation, _TURNS) or getattr(operation, "padding", 0) > 0
-
-
 def _narrows(steps: Sequence[PlacedOperation], place: int) -> int:
     """Whether a window hides the rest of the source: only if what follows interpolates or leaves the window."""
-    before, (operation, *after) = steps[:place], [step.operation for step in steps[place:]]
-    if any(isinstance(step.operation, _TURNS) for step in before):
+    before, operation, after = steps[:place], steps[place].operation, steps[place + 1 :]
+    if any(isinstance(step.operation, (Rotate, Affine)) for step in before):
         return 0  # a turned window is no box
-    later = any(isinstance(other, (ops.Resize, ops.ResizedCrop)) or _leaves(other) for other in after)
-    return int(isinstance(operation, ops.ResizedCrop) or (isinstance(operation, ops.Crop) and later))
+    resamples = (Resize, ResizedCrop, Rotate, Affine)
+    later = any(isinstance(s.operation, resamples) or getattr(s.operation, "padding", 0) for s in after)
+    return int(isinstance(operation, ResizedCrop) or (isinstance(operation, Crop) and later))
 
 
-def _rows(
-    p: float, slot: int, gate: int, column: int, drawn: tuple[Draw, ...] | BoxDraw
-) -> Iterator[tuple[float, ...]]:
+def _rows(step: PlacedOperation, column: int, drawn: tuple[Draw, ...] | BoxDraw) -> Iterator[tuple[float, ...]]:
     """The table's rows for one operation: is it a box, slot, gate, word, column, p; then the numbers of the draw."""
+    p = step.operation.probability
     if isinstance(drawn, BoxDraw):
-        ranges = [number for low, high in (drawn.area, drawn.log_ratio) for number in _single(low, high - low)]
-        yield _padded(1, slot, gate, 0, column, p, *ranges, *drawn.limit, *drawn.within, *drawn.fallback)
-        return
-    for i, (_, low, span, neutral, whole) in enumerate(drawn):
-        yield _padded(0, slot, gate, i + 1, column + i, p, *_single(low, span), neutral, whole)
+        ranges = [_single(low, high - low) for low, high in (drawn.area, drawn.log_ratio)]
+        numbers = (*ranges[0], *ranges[1], *drawn.limit, *drawn.within, *drawn.fallback)
+        yield _padded(1, step.slot, step.gate, 0, column, p, *numbers)
+    else:
+        for i, (_, low, span, neutral, whole) in enumerate(drawn):
+            yield _padded(0, step.slot, step.gate, i + 1, column + i, p, *_single(low, span), neutral, whole)
 
 
 def _single(*numbers: float) -> list[float]:
@@ -221,7 +235,9 @@ def _fold(program: BatchProgram, numbers: list[Tensor], nothing: Tensor) -> list
     a, b, c, d, e, f = nothing + 1, nothing, nothing, nothing, nothing + 1, nothing
     left, top, right, bottom = nothing, nothing, nothing + program.size[1], nothing + program.size[0]
     for fold in program.folds:
-        p, q, r, s, t, u = _one_fold(fold, numbers[fold.column :], nothing)
+        first = program.table[fold.entry][4] if fold.entry < len(program.table) else len(numbers)
+        drawn = numbers[int(first) :]
+        p, q, r, s, t, u = _one_fold(fold, drawn, nothing)
         a, b, c = a * p + b * s, a * q + b * t, a * r + b * u + c
         d, e, f = d * p + e * s, d * q + e * t, d * r + e * u + f
         if fold.narrows:
@@ -234,18 +250,18 @@ def _fold(program: BatchProgram, numbers: list[Tensor], nothing: Tensor) -> list
 def _one_fold(fold: Fold, drawn: list[Tensor], nothing: Tensor) -> tuple[Tensor, ...]:
     """The matrix of one operation: x = p·x' + q·y' + r, y = s·x' + t·y' + u."""
     one, width, height = nothing + 1, nothing + fold.width, nothing + fold.height
-    if fold.kind == ops.HFlip.kind:
+    if fold.kind == HFlip.kind:
         return 1 - 2 * drawn[0], nothing, drawn[0] * width, nothing, one, nothing
-    if fold.kind == ops.VFlip.kind:
+    if fold.kind == VFlip.kind:
         return one, nothing, nothing, nothing, 1 - 2 * drawn[0], drawn[0] * height
-    if fold.kind == ops.Crop.kind:
+    if fold.kind == Crop.kind:
         return one, nothing, drawn[1], nothing, one, drawn[0]
-    if fold.kind == ops.Resize.kind:
+    if fold.kind == Resize.kind:
         return width / fold.new_width, nothing, nothing, nothing, height / fold.new_height, nothing
-    if fold.kind == ops.ResizedCrop.kind:
+    if fold.kind == ResizedCrop.kind:
         return drawn[3] / fold.new_width, nothing, drawn[1], nothing, drawn[2] / fold.new_height, drawn[0]
     # torchvision turns the other way in `rotate` than in `affine`.
-    if fold.kind == ops.Rotate.kind:
+    if fold.kind == Rotate.kind:
         return _affine([-drawn[0], nothing, nothing, one, nothing, nothing], width / 2, height / 2)
     return _affine(drawn, width / 2, height / 2)
 
@@ -285,7 +301,7 @@ def apply(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Ten
 def apply_masks(program: BatchProgram, masks: Tensor, rows: Tensor, fill: int) -> Tensor:
     """B×K×H×W of any type, the pixel nearest to where the matrix points."""
     x, y = _places(program, rows)
-    return _read_pixels(program, masks, rows, (x + 0.5).floor(), (y + 0.5).floor(), fill)[0]
+    return _read_pixels(program, masks, rows, (x + 0.5).floor().long(), (y + 0.5).floor().long(), fill)[0]
 
 
 def _places(program: BatchProgram, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,15 +320,15 @@ def _read_pixels(
     left, top, right, bottom = rows[:, program.matrix_column + 6 :, None, None, None].unbind(1)
     inside = (x >= left) & (x < right) & (y >= top) & (y < bottom)
     height, width = program.size
-    place = (y.long().clamp(0, height - 1) * width + x.long().clamp(0, width - 1)).flatten(2)
+    place = (y.clamp(0, height - 1) * width + x.clamp(0, width - 1)).flatten(2)
     taken = source.flatten(2).gather(2, place.expand(-1, source.shape[1], -1)).view(*source.shape[:2], *x.shape[2:])
     return taken.masked_fill(~inside, fill), inside
 
 
 def _sample(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Tensor:
-    if program.sampling == "pixel":
-        return apply_masks(program, images, rows, fill) / 255
     x, y = _places(program, rows)
+    if program.sampling == "pixel":
+        return _read_pixels(program, images, rows, (x + 0.5).floor().long(), (y + 0.5).floor().long(), fill)[0] / 255
     a, b, _, d, e, _ = rows[:, program.matrix_column :, None, None, None].unbind(1)[:6]
     reach_x = reach_y = torch.ones_like(a)
     if program.sampling == "tent":
@@ -324,7 +340,7 @@ def _sample(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> T
         for j in range(int(max(wide, default=0))):
             at_x, at_y = first_x + j, first_y + i
             tap = (1 - (at_x - x).abs() / reach_x).clamp(min=0) * (1 - (at_y - y).abs() / reach_y).clamp(min=0)
-            pixels, inside = _read_pixels(program, images, rows, at_x, at_y, fill)
+            pixels, inside = _read_pixels(program, images, rows, at_x.long(), at_y.long(), fill)
             if not program.filled:
                 tap = tap * inside
             total, weight = total + tap * pixels, weight + tap

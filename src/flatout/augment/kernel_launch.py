@@ -25,14 +25,19 @@ from .triton_kernels import (
     BLUR_X,
     BLUR_Y,
     BUFFER,
+    CONTRAST,
     PIXEL,
-    POINTS,
     TENT,
     WORDS,
     draw_kernel,
     mask_kernel,
     pass_kernel,
 )
+
+POINTS = (
+    ops.Brightness, ops.Contrast, ops.Saturation, ops.Hue, ops.Gamma,
+    ops.Grayscale, ops.Invert, ops.Noise, ops.Erase, ops.Normalize,
+)  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -147,10 +152,10 @@ class KernelPlan:
 def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> tuple[list[dict[str, Any]], int]:
     """The launches, and how many sums they take between them."""
     passes: list[dict[str, Any]] = []
+    source: dict[str, Any] = {"SOURCE": gather, "PACKED_SOURCE": False, "RADIUS": 0, "SIGMA": 0, "TILE": GATHER}
+    if gather == PIXEL.value:
+        source["TILE"] = STREAM
     buffer = {"SOURCE": BUFFER.value, "PACKED_SOURCE": packed, "RADIUS": 0, "SIGMA": 0, "TILE": STREAM}
-    source = buffer | {"SOURCE": gather, "PACKED_SOURCE": False}
-    if gather != PIXEL.value:
-        source["TILE"] = GATHER
     pending: list[tuple[float, ...]] = []
     sums = 0
 
@@ -166,15 +171,16 @@ def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> 
             launch()
             source = source | {"SOURCE": BLUR_Y.value}
             continue
-        constants = _constants(operation, channels)
         if isinstance(operation, ops.Contrast):
             # Reading it once more costs little.
             again = source["SOURCE"] in (PIXEL.value, BUFFER.value)
             launch(sums, store=not again)
             if not again:
                 source, pending = buffer, []
-            constants, sums = [sums], sums + 1
-        pending.append((POINTS.index(type(operation)), columns.start, *constants))
+            pending.append((CONTRAST.value, columns.start, sums))
+            sums += 1
+        else:
+            pending.append((POINTS.index(type(operation)), columns.start, *_constants(operation, channels)))
     launch(last=True)
     return passes, sums
 

@@ -36,9 +36,6 @@ class Draw(NamedTuple):
     whole: bool = False
 
 
-_ON_OR_OFF = (Draw("on", 1.0),)
-
-
 class BoxDraw(NamedTuple):
     """A rectangle drawn by area and log(width / height), ten times if need be to stay within `limit`."""
 
@@ -66,10 +63,6 @@ class Operation:
     def draws(self, size: Size) -> tuple[Draw, ...] | BoxDraw:
         """What is drawn for each sample of pictures of this size."""
         return ()
-
-    def out_size(self, size: Size) -> Size:
-        """The size it turns pictures of this size into."""
-        return size
 
 
 def require(ok: bool, what: str, expected: str, got: object) -> None:
@@ -116,6 +109,10 @@ class Geometry(Operation):
 
     kind: ClassVar[int]
 
+    def out_size(self, size: Size) -> Size:
+        """The size it turns pictures of this size into."""
+        return size
+
 
 @dataclass(frozen=True)
 class HFlip(Geometry):
@@ -125,7 +122,7 @@ class HFlip(Geometry):
     kind: ClassVar[int] = 0
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
-        return _ON_OR_OFF
+        return (Draw("on", 1.0),)
 
 
 @dataclass(frozen=True)
@@ -230,11 +227,10 @@ class Affine(Geometry):
         right, down = (self.translate,) * 2 if isinstance(self.translate, (int, float)) else self.translate
         require(0 <= min(right, down) <= max(right, down) <= 1, "Affine.translate", "0 to 1", self.translate)
         shear_x: float | Interval
-        shear_y: float | Interval = 0.0
         if isinstance(self.shear, tuple) and len(self.shear) == 4:
             shear_x, shear_y = self.shear[:2], self.shear[2:]
         else:
-            shear_x = self.shear
+            shear_x, shear_y = self.shear, (0.0, 0.0)
         return (
             between("degrees", "Affine.degrees", self.degrees, around=0, low=-360, high=360, neutral=0),
             # In whole pixels, as torchvision's.
@@ -258,8 +254,12 @@ def philox(index: Tensor, high: Tensor | int, key: Tensor | int) -> tuple[Tensor
     for _ in range(10):
         # int64 wraps; the 64 bits are those of the unsigned product.
         first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c2 = (second >> 32 & _MASK) ^ c1 ^ k0, (first >> 32 & _MASK) ^ c3 ^ k1
-        c1, c3 = second & _MASK, first & _MASK
+        c0, c1, c2, c3 = (
+            (second >> 32 & _MASK) ^ c1 ^ k0,
+            second & _MASK,
+            (first >> 32 & _MASK) ^ c3 ^ k1,
+            first & _MASK,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
 
@@ -374,7 +374,7 @@ class Grayscale(Point):
     colour: ClassVar[bool] = True
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
-        return _ON_OR_OFF
+        return (Draw("on", 1.0),)
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         return torch.where(drawn[0] > 0, gray(x), x)

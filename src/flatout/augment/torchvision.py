@@ -115,16 +115,32 @@ def _size(size: Any) -> Any:
     return int(size[0]), int(size[1])
 
 
-def _ranges(t: Any, *names: str) -> dict[str, Any]:
-    """The attributes of these names, without those that are None."""
-    return {name: tuple(getattr(t, name)) for name in names if getattr(t, name) is not None}
+def _square(size: Any) -> Any:
+    if not isinstance(size, int) and len(size) != 2:
+        return int(size[0]), int(size[0])
+    return _size(size)
+
+
+def _affine(t: Any) -> Operation:
+    given: dict[str, Any] = {name: getattr(t, name) for name in ("translate", "scale", "shear")}
+    return Affine(tuple(t.degrees), **_as_tuples(given))
+
+
+def _as_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Without those that are None."""
+    return {name: tuple(value) for name, value in values.items() if value is not None}
 
 
 def _crop(t: Any) -> Operation:
     padding = t.padding if isinstance(t.padding, (list, tuple)) else [t.padding or 0]
     if len(set(padding)) != 1 or (padding[0] and t.padding_mode != "constant"):
         _refuse("RandomCrop", "the same constant padding on all sides expected")
-    return Crop(_size(t.size), int(padding[0]))
+    return Crop(_square(t.size), int(padding[0]))
+
+
+def _jitter(t: Any) -> Operation:
+    amounts: dict[str, Any] = {name: getattr(t, name) for name in ("brightness", "contrast", "saturation", "hue")}
+    return ColorJitter(**_as_tuples(amounts))
 
 
 def _erase(t: Any) -> Operation:
@@ -156,14 +172,14 @@ _READERS: dict[str, Callable[[Any], Operation]] = {
     "RandomHorizontalFlip": lambda t: HFlip(t.p),
     "RandomVerticalFlip": lambda t: VFlip(t.p),
     "RandomCrop": _crop,
-    "CenterCrop": lambda t: Crop(_size(t.size), center=True),
+    "CenterCrop": lambda t: Crop(_square(t.size), center=True),
     "Resize": lambda t: Resize(_size(t.size), t.antialias is not False),
     "RandomResizedCrop": lambda t: ResizedCrop(
-        _size(t.size), **_ranges(t, "scale", "ratio"), antialias=t.antialias is not False
+        _square(t.size), tuple(t.scale), tuple(t.ratio), t.antialias is not False
     ),
     "RandomRotation": lambda t: Rotate(tuple(t.degrees)),
-    "RandomAffine": lambda t: Affine(tuple(t.degrees), **_ranges(t, "translate", "scale", "shear")),
-    "ColorJitter": lambda t: ColorJitter(**_ranges(t, "brightness", "contrast", "saturation", "hue")),
+    "RandomAffine": _affine,
+    "ColorJitter": _jitter,
     "RandomGrayscale": lambda t: Grayscale(t.p),
     "Grayscale": _grayscale,
     "RandomInvert": lambda t: Invert(t.p),

@@ -15,10 +15,9 @@ from .batch_program import ATTEMPTS, TABLE_WIDTH
 
 # --- the row of a sample ---
 
-_HFLIP, _VFLIP, _CROP, _RESIZE, _RESIZED_CROP, _ROTATE = (
-    tl.constexpr(operation.kind)
-    for operation in (ops.HFlip, ops.VFlip, ops.Crop, ops.Resize, ops.ResizedCrop, ops.Rotate)
-)
+_HFLIP, _VFLIP, _CROP = tl.constexpr(ops.HFlip.kind), tl.constexpr(ops.VFlip.kind), tl.constexpr(ops.Crop.kind)
+_RESIZE, _RESIZED_CROP = tl.constexpr(ops.Resize.kind), tl.constexpr(ops.ResizedCrop.kind)
+_ROTATE = tl.constexpr(ops.Rotate.kind)
 _ATTEMPTS, _TABLE_WIDTH = tl.constexpr(ATTEMPTS), tl.constexpr(TABLE_WIDTH)
 
 
@@ -112,26 +111,32 @@ def _fold(index, epoch, seed, table, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, 
     for i in tl.static_range(len(FOLDS)):
         row = table + FOLDS[i][1] * _TABLE_WIDTH
         h, w, new_h, new_w = FOLDS[i][2], FOLDS[i][3], FOLDS[i][4], FOLDS[i][5]
-        drawn = ()
-        if FOLDS[i][0] != _RESIZED_CROP:
-            for j in tl.static_range(FOLDS[i][7]):
-                drawn = drawn + (_number(index, epoch, seed, row + j * _TABLE_WIDTH),)
         p, q, r, s, t, u = nothing + 1, nothing, nothing, nothing, nothing + 1, nothing
         if FOLDS[i][0] == _HFLIP:
-            p, r = 1 - 2 * drawn[0], drawn[0] * w
+            on = _number(index, epoch, seed, row)
+            p, r = 1 - 2 * on, on * w
         elif FOLDS[i][0] == _VFLIP:
-            t, u = 1 - 2 * drawn[0], drawn[0] * h
+            on = _number(index, epoch, seed, row)
+            t, u = 1 - 2 * on, on * h
         elif FOLDS[i][0] == _CROP:
-            u, r = drawn[0], drawn[1]
+            u = _number(index, epoch, seed, row)
+            r = _number(index, epoch, seed, row + _TABLE_WIDTH)
         elif FOLDS[i][0] == _RESIZE:
             p, t = (nothing + w) / new_w, (nothing + h) / new_h
         elif FOLDS[i][0] == _RESIZED_CROP:
             u, r, box_h, box_w = _box(index, epoch, seed, row)
             p, t = box_w / new_w, box_h / new_h
         elif FOLDS[i][0] == _ROTATE:
-            p, q, r, s, t, u = _affine(-drawn[0], 0.0, 0.0, 1.0, nothing, nothing, w / 2, h / 2)
+            degrees = -_number(index, epoch, seed, row)
+            p, q, r, s, t, u = _affine(degrees, 0.0, 0.0, 1.0, nothing, nothing, w / 2, h / 2)
         else:
-            p, q, r, s, t, u = _affine(drawn[0], drawn[1], drawn[2], drawn[3], drawn[4], drawn[5], w / 2, h / 2)
+            degrees = _number(index, epoch, seed, row)
+            x = _number(index, epoch, seed, row + _TABLE_WIDTH)
+            y = _number(index, epoch, seed, row + 2 * _TABLE_WIDTH)
+            scale = _number(index, epoch, seed, row + 3 * _TABLE_WIDTH)
+            shear_x = _number(index, epoch, seed, row + 4 * _TABLE_WIDTH)
+            shear_y = _number(index, epoch, seed, row + 5 * _TABLE_WIDTH)
+            p, q, r, s, t, u = _affine(degrees, x, y, scale, shear_x, shear_y, w / 2, h / 2)
         a, b, c = a * p + b * s, a * q + b * t, a * r + b * u + c
         d, e, f = d * p + e * s, d * q + e * t, d * r + e * u + f
         if FOLDS[i][6]:
@@ -174,13 +179,8 @@ def draw_kernel(
 
 # --- reading pixels ---
 
-POINTS = (
-    ops.Brightness, ops.Contrast, ops.Saturation, ops.Hue, ops.Gamma,
-    ops.Grayscale, ops.Invert, ops.Noise, ops.Erase, ops.Normalize,
-)  # fmt: skip
-BRIGHTNESS, CONTRAST, SATURATION, HUE, GAMMA, GRAYSCALE, INVERT, NOISE, ERASE, NORMALIZE = (
-    tl.constexpr(i) for i in range(len(POINTS))
-)
+BRIGHTNESS, CONTRAST, SATURATION, HUE, GAMMA = (tl.constexpr(i) for i in range(5))
+GRAYSCALE, INVERT, NOISE, ERASE, NORMALIZE = (tl.constexpr(i) for i in range(5, 10))
 
 PIXEL, BILINEAR, WORDS, TENT = (tl.constexpr(i) for i in range(4))  # the images, by the matrix
 BUFFER, BLUR_X, BLUR_Y = (tl.constexpr(i) for i in range(4, 7))  # what an earlier pass left
