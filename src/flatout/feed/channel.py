@@ -1,7 +1,9 @@
 """How the training process and its workers talk: one socket a worker, whole messages, file descriptors along.
 
-    training process ──► worker   its board, then Task, DropSlot   (end of the socket: go)
-    worker ──► training process   for every Task Done or Failed             (end of the socket: it died)
+    training process ──► worker   its board, then Tasks                            (end of the socket: go)
+    worker ──► training process   for every Task, in order, Done or an exception   (end of the socket: it died)
+
+A worker's board is memory that both share: the row that it is at, and its process id.
 
 `SOCK_SEQPACKET` keeps the borders between messages in the kernel: a process killed while it sends leaves a
 whole message or none, and no lock that anybody waits for. What is too long for a message travels in a
@@ -20,13 +22,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch._utils import ExceptionWrapper
-
 from flatout.feed.randomness import Key
 from flatout.files import clear_of_standard
 
 Span = tuple[int, int]  # offset, length
 
+BOARD_BYTES = 16  # two numbers
+NO_ROW, IDLE = -1, -2  # on a board: at a batch, but at none of its rows; between two batches
 INLINE_BYTES = 16 << 10
 MAX_FDS = 8
 _INLINE, _IN_FILE = b"\0", b"\1"
@@ -50,25 +52,23 @@ class Recipe:
     defer: bool = False  # transforms are noted by samples, and done to whole batches on the GPU
 
 
-class DropSlot(NamedTuple):
-    slot: int
-
-
 class Task(NamedTuple):
-    """Make this batch, in a slot's memory: its descriptor comes along where the worker does not have it yet."""
+    """Make this batch, in a slot's memory: its descriptor comes along where the worker does not have it yet.
 
-    ticket: int
+    It travels as an ordinary tuple, whose pickle is made and read three times as fast; so does `Done`.
+    """
+
     key: Key
     batch: int
     indices: Any
     leave_out: frozenset[int] = frozenset()  # rows known to be bad
     slot: int | None = None
+    closed: tuple[int, ...] = ()  # slots that the worker has and may let go of
 
 
 class Done(NamedTuple):
     """A batch: what to unpack it from, what there is to learn from it, and what making it took."""
 
-    ticket: int
     skeleton: bytes
     spans: list[Span]
     needs: int  # bytes that a slot should have for it
@@ -77,26 +77,6 @@ class Done(NamedTuple):
     cpu_s: float
     run_delay_s: float
     fills: str | None = None  # a container of the dataset that samples were seen to fill
-
-
-class Failed(NamedTuple):
-    ticket: int
-    error: ExceptionWrapper
-
-
-Message = DropSlot | Task | Done | Failed
-_KINDS: tuple[Any, ...] = (DropSlot, Task, Done, Failed)
-_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
-
-
-def encode(message: Message) -> tuple[Any, ...]:
-    """A message as an ordinary tuple, whose pickle is made and read three times as fast."""
-    return (_NUMBERS[type(message)], *message)
-
-
-def decode(fields: tuple[Any, ...]) -> Any:
-    """The message again."""
-    return _KINDS[fields[0]](*fields[1:])
 
 
 # --- how it travels -----------------------------------------------------------------------------

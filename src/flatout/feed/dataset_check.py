@@ -28,7 +28,7 @@ _GONE = object()
 _IGNORED = frozenset(("_compiled_call_impl",))  # set by PyTorch when a module is compiled
 
 _MAX_BATCHES, _GROWING_BATCHES = 8, 3  # batches that are looked at for a growing cache; that have to grow it in a row
-_MAX_WRAPPED = 4  # datasets within datasets
+_MAX_WRAPPED = 4  # datasets within datasets that are looked at
 _MAX_COUNTED = 200_000  # entries of a list, None or not
 
 
@@ -184,15 +184,22 @@ class CacheGrowth:
         return next((name for name, times in self._times.items() if times >= _GROWING_BATCHES), None)
 
 
+def with_wrapped(dataset: Any) -> Iterator[Any]:
+    """A dataset, and those that it wraps."""
+    for _ in range(_MAX_WRAPPED):
+        if dataset is not None:
+            yield dataset
+        dataset = getattr(dataset, "dataset", None)
+
+
 def _sizes(dataset: Any) -> Iterator[tuple[str, int]]:
     """How much each container of a dataset holds, and of those that it wraps."""
-    for _ in range(_MAX_WRAPPED):
-        for name, held in [*getattr(dataset, "__dict__", {}).items(), *vars(type(dataset)).items()]:
-            place = f"{type(dataset).__name__}, {name}"
+    for one in with_wrapped(dataset):
+        for name, held in [*getattr(one, "__dict__", {}).items(), *vars(type(one)).items()]:
+            place = f"{type(one).__name__}, {name}"
             if isinstance(held, (dict, set, deque)):
                 yield place, len(held)
             elif isinstance(held, list) and len(held) <= _MAX_COUNTED:
                 yield place, sum(entry is not None for entry in held)
             elif isinstance(held, functools._lru_cache_wrapper):
                 yield place, held.cache_info().currsize
-        dataset = getattr(dataset, "dataset", None)

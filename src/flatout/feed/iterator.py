@@ -27,7 +27,7 @@ from flatout.feed import randomness
 from flatout.feed.dataset_check import DatasetCheck
 from flatout.feed.scheduler import BatchScheduler, Epoch
 from flatout.feed.slots import Slots
-from flatout.feed.worker_pool import BadSample, BadSampleError, Batch, name_of
+from flatout.feed.worker_pool import BadSample, Batch, name_of
 from flatout.model.frameworks import PURE_SAMPLERS, WRAPPING_SAMPLERS
 
 NOT_YET = object()
@@ -181,7 +181,7 @@ class FeedIterator(_BaseDataLoaderIter):
             if self._as_script:  # its indices alone: its data would keep a slot
                 self._latest = Batch(batch.number, batch.indices)
             try:
-                if batch.clean or not self._handle_problem(batch):
+                if not self._handle_problem(batch):
                     data = batch.open()
                     return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
             finally:
@@ -193,10 +193,8 @@ class FeedIterator(_BaseDataLoaderIter):
         problem = batch.problem
         if isinstance(problem, ExceptionWrapper):
             problem.reraise()
-        elif isinstance(problem, Exception):
+        elif problem is not None:
             raise problem
-        elif isinstance(problem, BadSample):
-            raise BadSampleError(problem)
         for row, why in batch.bad:
             index = batch.indices[row]
             name = name_of(self._scheduler.recipe.dataset, index)

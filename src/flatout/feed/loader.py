@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from flatout.feed import randomness
 from flatout.feed.channel import Recipe
-from flatout.feed.dataset_check import DatasetCheck, functions_of, names_in
+from flatout.feed.dataset_check import DatasetCheck, functions_of, names_in, with_wrapped
 from flatout.feed.iterator import FeedIterator, PassPosition, generators_of
 from flatout.feed.scheduler import BatchScheduler
 from flatout.model.frameworks import SEEDING_MODULES
@@ -29,7 +29,6 @@ from flatout.sample import budget
 
 log = logging.getLogger("flatout.feed")
 _MIN_PILLOW = 11
-_MAX_WRAPPED = 4  # datasets within datasets
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -40,7 +39,7 @@ class LoaderOptions:
     workers: Literal["auto"] | None = None  # None: as many as the loader declares
     on_bad_sample: Literal["raise", "skip"] = "raise"
     hang_timeout: float = 600.0
-    page_locked: bool | None = None  # None: as the loader's pin_memory says
+    page_locked: bool = False  # whatever the loader's pin_memory says
     defer: bool = False  # leave to the GPU what samples do to their pictures
 
 
@@ -90,7 +89,7 @@ class DataLoader(TorchLoader[T_co]):
         # another loader.
         self.on_bad_sample: Literal["raise", "skip"] = on_bad_sample
         self.hang_timeout = hang_timeout
-        self._page_locked: bool | None = None
+        self._page_locked = False
         self._position: PassPosition | None = None
         self._reason_shown = ""
         self._resume: dict[str, Any] | None = None
@@ -210,15 +209,7 @@ def iterator_for(
         check = None
         if loader.num_workers == 0 and before is None:
             check = DatasetCheck(loader.dataset, loader.collate_fn)
-        recipe = Recipe(
-            dataset=loader.dataset,
-            collate_fn=loader.collate_fn,
-            auto_collation=loader._auto_collation,
-            drop_last=loader.drop_last,
-            declared=int(loader.num_workers) or _workers_to_start_with(loader.dataset),
-            skip_bad=options.on_bad_sample == "skip",
-            defer=options.defer and not why_not_deferred(loader),
-        )
+        recipe = _recipe_of(loader, options)
         scheduler = _scheduler_for(loader, recipe, options, before)
         try:
             scheduler.start_workers(recipe)  # before anything is drawn that PyTorch would draw again
@@ -229,12 +220,23 @@ def iterator_for(
         return iterator, ""
 
 
+def _recipe_of(loader: TorchLoader[Any], options: LoaderOptions) -> Recipe:
+    return Recipe(
+        dataset=loader.dataset,
+        collate_fn=loader.collate_fn,
+        auto_collation=loader._auto_collation,
+        drop_last=loader.drop_last,
+        declared=int(loader.num_workers) or _workers_to_start_with(loader.dataset),
+        skip_bad=options.on_bad_sample == "skip",
+        defer=options.defer and not why_not_deferred(loader),
+    )
+
+
 def _scheduler_for(
     loader: TorchLoader[Any], recipe: Recipe, options: LoaderOptions, before: BatchScheduler | None
 ) -> BatchScheduler:
     """The loader's scheduler `before`, where that may be used again."""
-    asked = loader.pin_memory if options.page_locked is None else options.page_locked
-    page_locked = bool(asked) and torch.cuda.is_available()
+    page_locked = bool(loader.pin_memory or options.page_locked) and torch.cuda.is_available()
     latest = before.iterator() if before is not None and before.iterator is not None else None
     # Two passes at once, as in zip(loader, loader), have workers of their own each.
     in_use = latest is not None and not latest.position.finished
@@ -344,10 +346,8 @@ def _asks_for_its_worker(loader: TorchLoader[Any]) -> str:
     """The name of a function of the dataset or collate_fn that asks which worker it is in."""
     collate = _unwrapped(loader.collate_fn)
     functions = [collate] if isinstance(collate, types.FunctionType) else [*functions_of(type(collate))]
-    dataset: Any = loader.dataset
-    for _ in range(_MAX_WRAPPED):
+    for dataset in with_wrapped(loader.dataset):
         functions += functions_of(type(dataset))
-        dataset = getattr(dataset, "dataset", None)
     for function in functions:
         if "get_worker_info" in names_in(function.__code__) and not function.__module__.startswith("torch."):
             return function.__qualname__

@@ -140,8 +140,8 @@ class _Packer(pickle.Pickler):
         self._tensors: list[torch.Tensor] = []  # whose memory the buffers lie over
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is DeferredBatch and obj.materialized() is None:
-            return DeferredBatch.of, obj.parts()
+        if type(obj) is DeferredBatch and not obj.is_real:
+            return DeferredBatch, obj.parts()
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(obj, numpy.ndarray) and not obj.flags.writeable:
             return obj.copy(order="K").__reduce_ex__(5)  # PyTorch's workers hand over one that may be written to

@@ -20,7 +20,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from flatout.feed import packing, randomness
-from flatout.feed.channel import Done, Recipe, Task
+from flatout.feed.channel import BOARD_BYTES, Done, Recipe, Task
 from flatout.feed.controller import Tuning
 from flatout.feed.randomness import Key
 from flatout.feed.slots import Slots
@@ -75,9 +75,7 @@ class BatchScheduler:
         self.recipe = recipe
         available = budget.measure()
         self.pool = WorkerPool(context)
-        self.slots = Slots(
-            available.memory_available_bytes // 8, page_locked=page_locked, forget=self.pool.forget_slots
-        )
+        self.slots = Slots(available.memory_available_bytes // 8, page_locked=page_locked)
         self.account = FaultCounts()
         self.pid = os.getpid()
         self.left_workers = False  # for the rest of this pass
@@ -90,7 +88,6 @@ class BatchScheduler:
         self._in_process: SeededDataset | None = None
         self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()  # under way, in order
-        self._tickets = 0
         self._start_s = 0.0
         # Not __del__: this also runs before the sockets' own when all of it is found in a cycle, and at exit.
         self._end = weakref.finalize(self, _shut, self.pool, self.slots, os.getpid())
@@ -104,11 +101,6 @@ class BatchScheduler:
     def why(self) -> str:
         """Why that many."""
         return self._tuning.why
-
-    @property
-    def uses_workers(self) -> bool:
-        """Whether workers make the batches of this pass at present, and not this process."""
-        return self.pool.is_open and self.workers > 0
 
     def resize(self, workers: int, *, hold: bool = False) -> None:
         """Change the number of workers now; the controller goes on from there, unless it is to `hold`.
@@ -161,7 +153,7 @@ class BatchScheduler:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        written = [assignment.slot for worker in self.pool for assignment in worker.tasks.values()]
+        written = [assignment.slot for worker in self.pool for assignment in worker.tasks]
         self.pool.end()
         self.slots.retire([slot for slot in written if slot is not None])  # a worker may still be at it
 
@@ -220,13 +212,14 @@ class BatchScheduler:
 
     def _make_in_process(self) -> bool:
         """Make the next batch here, if no worker is to make it: with the random numbers that it would have there."""
-        if self.uses_workers or self._epoch is None:
+        uses_workers = self.pool.is_open and self.workers > 0
+        if uses_workers or self._epoch is None:
             return False
         batch = next(batch for batch in self._table if not batch.finished)
         if batch.given:  # to a worker that is about to leave
             return False
         if self._in_process is None:
-            no_board = memoryview(bytearray(16)).cast("q")
+            no_board = memoryview(bytearray(BOARD_BYTES)).cast("q")
             self._in_process = SeededDataset(self.recipe, no_board)
         try:
             with _one_thread, randomness.untouched():
@@ -234,7 +227,7 @@ class BatchScheduler:
         except Exception as error:
             worker = batch.number % self.recipe.declared  # the one that PyTorch would have asked
             where = f"in DataLoader worker process {worker}"
-            batch.problem = error if self.left_workers else ExceptionWrapper(where=where)
+            batch.fail(error if self.left_workers else ExceptionWrapper(where=where))
         batch.bad, batch.finished = self._in_process.bad, True
         return True
 
@@ -254,7 +247,7 @@ class BatchScheduler:
         self.account.batches += 1
         if not self._tuning.handed_over(waited_s, asked_at, time.monotonic()):
             return
-        working = sum(not worker.retiring for worker in self.pool)
+        working = len(self.pool.working)
         if self._tuning.decide(working):
             self._scale()
             if self.workers < working:
@@ -293,8 +286,7 @@ class BatchScheduler:
 
     def _idlest_worker(self) -> WorkerHandle | None:
         """Surplus batches stay queued here for the first worker that has room."""
-        working = [worker for worker in self.pool if not worker.retiring]
-        idlest = min(working, key=lambda worker: len(worker.tasks), default=None)
+        idlest = min(self.pool.working, key=lambda worker: len(worker.tasks), default=None)
         if idlest is None or len(idlest.tasks) >= self._tasks_each:
             return None
         return idlest
@@ -304,14 +296,20 @@ class BatchScheduler:
         assert self._epoch is not None
         self._faults.leave_out_lethal(batch)
         # Without a slot the batch travels in a file of its own: a loop that keeps batches is never waited for.
-        assignment = Assignment(batch, self.slots.take())
-        number = assignment.slot.number if assignment.slot is not None else None
-        self._tickets += 1
-        task = Task(self._tickets, self._epoch.key, batch.number, batch.indices, batch.leave_out, number)
-        if not self.pool.give(worker, task, assignment.slot):
-            assignment.end()
+        slot = self.slots.take()
+        number = None if slot is None else slot.number
+        closed = tuple(worker.slots & self.slots.closed)
+        task = Task(self._epoch.key, batch.number, batch.indices, batch.leave_out, number, closed)
+        assignment = Assignment(batch, slot)
+        given = False
+        try:
+            given = self.pool.give(worker, task, slot)
+        finally:
+            if not given:
+                assignment.end()
+        if not given:
             return False
-        worker.tasks[task.ticket] = assignment
+        worker.tasks.append(assignment)
         batch.given += 1
         return True
 
@@ -319,12 +317,12 @@ class BatchScheduler:
         """Give what lies behind a slow sample to workers that have nothing to do."""
         if any(batch.waits for batch in self._table):
             return
-        for idle in [worker for worker in self.pool if not worker.tasks and not worker.retiring]:
+        for idle in [worker for worker in self.pool.working if not worker.tasks]:
             stuck = [
                 assignment.batch
                 for owner in self.pool
-                for assignment in list(owner.tasks.values())[1:]
-                if assignment.batch.given == 1 and assignment.batch.wanted
+                for assignment in islice(owner.tasks, 1, None)
+                if assignment.batch.given == 1 and not assignment.batch.finished
             ]
             if not stuck:
                 return
@@ -334,20 +332,20 @@ class BatchScheduler:
     # --- taking in -------------------------------------------------------------------------------
 
     def _receive(self, timeout_s: float) -> None:
-        for worker, message, fds in self.pool.receive(timeout_s):
-            if message is None:
+        for worker, answer, fds in self.pool.receive(timeout_s):
+            if answer is None:
                 self._on_end_of_channel(worker)
                 continue
             self._faults.answered()
-            assignment = worker.tasks.pop(message.ticket)
+            assignment = worker.tasks.popleft()
+            assignment.end()
             batch = assignment.batch
             batch.given -= 1
             memory = packing.map_file(fds[0]) if fds else None
-            if batch.wanted and isinstance(message, Done):
-                self._on_done(assignment, message, memory)
-            elif batch.wanted:
-                batch.fail(message.error)
-            assignment.end()
+            if isinstance(answer, ExceptionWrapper) and not batch.finished:
+                batch.fail(answer)
+            elif not batch.finished:
+                self._on_done(assignment, Done(*answer), memory)
             if worker.retiring:
                 self.pool.let_go(worker)
 
@@ -366,7 +364,7 @@ class BatchScheduler:
         """A worker is gone: what it had is made again, and another takes its place."""
         self._faults.died(worker, self.recipe)
         self._tuning.count_death()
-        for assignment in worker.tasks.values():
+        for assignment in worker.tasks:
             assignment.end()
             assignment.batch.given -= 1
             self.account.redone += assignment.batch.waits
@@ -377,11 +375,10 @@ class BatchScheduler:
         """Bring the number of workers to what it should be. A pass that began without any goes on without."""
         if self._epoch is None or not self.pool.is_open:
             return
-        working = [worker for worker in self.pool if not worker.retiring]
-        for _ in range(self.workers - len(working)):
+        by_tasks = sorted(self.pool.working, key=lambda worker: len(worker.tasks))
+        for _ in range(self.workers - len(by_tasks)):
             self.pool.start_worker()
-        surplus = max(0, len(working) - self.workers)
-        for worker in sorted(working, key=lambda worker: len(worker.tasks))[:surplus]:
+        for worker in by_tasks[: max(0, len(by_tasks) - self.workers)]:
             self.pool.let_go(worker)
 
 

@@ -19,7 +19,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,14 +86,14 @@ class Slot:
 
 
 class Slots:
-    """All slots of one loader. `forget` is called with those that are closed."""
+    """All slots of one loader."""
 
-    def __init__(self, most_bytes: int, *, page_locked: bool, forget: Callable[[list[Slot]], None]) -> None:
+    def __init__(self, most_bytes: int, *, page_locked: bool) -> None:
         self.size = 0
         self.page_locked = page_locked
+        self.closed: set[int] = set()  # their numbers, for workers to let go of them
         self.watched = True  # copies out of a slot may still run when its batch is dropped
         self._most_bytes = most_bytes
-        self._forget = forget
         self._all: dict[int, Slot] = {}
         self._dropped: deque[Slot] = deque()
         self._cooling: deque[tuple[list[Any], Slot]] = deque()
@@ -152,8 +152,8 @@ class Slots:
         """Close these, which may still be written to."""
         for slot in slots:
             del self._all[slot.number]
+            self.closed.add(slot.number)
             slot.close()
-        self._forget(slots)
 
 
 # --- the GPU's side -----------------------------------------------------------------------------

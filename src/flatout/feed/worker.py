@@ -1,7 +1,7 @@
 """The worker process: takes tasks from its channel one by one, and answers each exactly once.
 
-It first writes on its board (a few bytes shared with the training process) which task and which row it is
-at, so that after its death the training process knows which sample it died over; and its process id.
+It writes on its board which row it is at, so that after its death the training process knows which sample it
+died over.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from flatout.feed import channel, packing, randomness
-from flatout.feed.channel import Done, DropSlot, Failed, Recipe, Task, decode, encode
+from flatout.feed.channel import IDLE, NO_ROW, Done, Recipe, Task
 from flatout.feed.dataset_check import CacheGrowth
 
-_NO_ROW = -1
 _LEFT_OUT = object()  # in place of a sample that is bad
 
 
@@ -45,7 +44,7 @@ class _Worker:
         self._recipe = recipe
         self._channel = connection
         self._board = memoryview(mmap.mmap(board, 0)).cast("q")
-        self._board[2] = os.getpid()
+        self._board[1] = os.getpid()
         self._slots: dict[int | None, memoryview] = {}
         self._queue: deque[Task] = deque()
         self._schedstat: int | None = None  # a sandboxed kernel may have none
@@ -66,42 +65,36 @@ class _Worker:
 
     def step(self) -> None:
         """One task, and what the training process sent in the meantime."""
-        self._read_messages(wait=not self._queue)
-        if not self._queue:
-            return
+        self._read_tasks()
         task = self._queue.popleft()
-        self._board[0], self._board[1] = task.ticket, _NO_ROW
-        self._answer(task)
-        self._board[0] = 0
+        self._board[0] = NO_ROW
+        file = None
+        answer: Any
+        try:
+            done, file = self._make_batch(task)
+            answer = tuple(done)
+        except Exception:
+            answer = _picklable(ExceptionWrapper(where=f"in DataLoader worker process {self._info.id}"))
+        self._board[0] = IDLE
+        if file is None:
+            channel.send(self._channel, answer)
+        else:
+            channel.send(self._channel, answer, [file])
+            os.close(file)
 
-    def _read_messages(self, *, wait: bool) -> None:
+    def _read_tasks(self) -> None:
+        """All that there are; waits for one where there is nothing to do."""
         while True:
             try:
-                fields, fds = channel.receive(self._channel, wait=wait)
+                fields, fds = channel.receive(self._channel, wait=not self._queue)
             except BlockingIOError:
                 return
-            wait = False
-            message = decode(fields)
-            if isinstance(message, DropSlot):
-                self._slots.pop(message.slot, None)
-                continue
+            task = Task(*fields)
+            for slot in task.closed:
+                del self._slots[slot]
             if fds:
-                self._slots[message.slot] = packing.map_file(fds[0], populate=True)
-            self._queue.append(message)
-
-    def _answer(self, task: Task) -> None:
-        file = None
-        answer: Done | Failed
-        try:
-            answer, file = self._make_batch(task)
-        except Exception:
-            where = f"in DataLoader worker process {self._info.id}"
-            answer = Failed(task.ticket, _picklable(ExceptionWrapper(where=where)))
-        if file is None:
-            channel.send(self._channel, encode(answer))
-        else:
-            channel.send(self._channel, encode(answer), [file])
-            os.close(file)
+                self._slots[task.slot] = packing.map_file(fds[0], populate=True)
+            self._queue.append(task)
 
     def _make_batch(self, task: Task) -> tuple[Done, int | None]:
         """The answer to a task, and the file that holds the batch where it lies in no slot."""
@@ -117,7 +110,6 @@ class _Worker:
         rows = len(task.indices) if self._recipe.auto_collation else 1
         wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(ended, began, strict=True))
         done = Done(
-            ticket=task.ticket,
             skeleton=packed.skeleton,
             spans=packed.spans,
             needs=packed.needs,
@@ -182,7 +174,7 @@ class SeededDataset:
         return self._fetcher.fetch(indices)
 
     def _collate(self, samples: Any) -> Any:
-        self._board[1] = _NO_ROW
+        self._board[0] = NO_ROW
         if self._recipe.skip_bad and self._recipe.auto_collation:
             samples = [sample for sample in samples if sample is not _LEFT_OUT]
             if not samples:
@@ -192,7 +184,7 @@ class SeededDataset:
     def __getitem__(self, index: Any) -> Any:
         row = self._row
         self._row = row + 1
-        self._board[1] = row
+        self._board[0] = row
         if self._recipe.skip_bad:
             return self._unless_bad(row, index)
         return self._samples[index]

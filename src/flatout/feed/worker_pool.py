@@ -1,8 +1,8 @@
 """The workers as the training process sees them: which there are, what each has to do, which has just died, and which
 sample is to blame for it.
 
-A worker's death is the end of its channel, whatever the cause. Its board then says which task and which row
-it was at.
+A worker's death is the end of its channel, whatever the cause. It was at the first of its tasks then, and its
+board says at which row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,12 @@ from socket import socket
 from typing import Any
 
 from flatout.feed import channel, packing
-from flatout.feed.channel import DropSlot, Message, Recipe, Span, Task, decode, encode
+from flatout.feed.channel import BOARD_BYTES, IDLE, Recipe, Span, Task
 from flatout.feed.fork_server import Starter, starter_for
 from flatout.feed.slots import Slot
 from flatout.model.errors import FlatoutError
 
 _PATIENCE_S = 5.0  # for a worker to end, before it is killed
-_BOARD_BYTES = 24
 _DEATHS_TO_BLAME = 4  # workers that have to die over a sample before it is blamed
 _DEATHS_OF_A_BATCH = 16  # ... between samples: a worker that has just started spends most of its time there
 _MOST_IN_VAIN = 50  # workers in a row that die before their first answer
@@ -41,8 +41,7 @@ class Batch:
     number: int
     indices: Any
     leave_out: frozenset[int] = frozenset()  # rows known to be bad
-    finished: bool = False
-    dropped: bool = False  # nobody wants it any more
+    finished: bool = False  # or nobody wants it any more
     given: int = 0  # to how many workers it is given right now
     deaths: dict[int, int] = field(default_factory=dict)  # row: workers that died over it
     bad: Sequence[tuple[int, str]] = ()
@@ -51,23 +50,13 @@ class Batch:
     problem: Any = None
 
     @property
-    def clean(self) -> bool:
-        """Whether it is just data: nothing left out, nothing to raise."""
-        return self.problem is None and not self.bad and not self.leave_out
-
-    @property
-    def wanted(self) -> bool:
-        """Whether it is still to be made."""
-        return not self.dropped and not self.finished
-
-    @property
     def waits(self) -> bool:
         """Whether it is still to be made, and no worker has it."""
-        return not (self.given or self.dropped or self.finished)
+        return not (self.given or self.finished)
 
     def drop(self) -> None:
         """The worker that makes it may go on: what comes of it is thrown away."""
-        self.dropped = True
+        self.finished = True
         self.release()
 
     def fail(self, problem: Any) -> None:
@@ -105,22 +94,19 @@ class WorkerHandle:
     number: int
     channel: socket
     board: memoryview
-    tasks: dict[int, Assignment] = field(default_factory=dict)
-    slots: set[int] = field(default_factory=set)
+    tasks: deque[Assignment] = field(default_factory=deque)  # it answers them in their order
+    slots: set[int] = field(default_factory=set)  # whose memory it has
     retiring: bool = False  # gets nothing more to do
-    answered: bool = False
+    answers: int = 0
+    given_up: bool = False  # it will die, and all that it has is made again
     hung: bool = False
-    seen: tuple[int, int] = (0, 0)
+    seen: tuple[int, int] = (0, 0)  # answers, and the row on its board
     seen_at: float = 0.0
 
     @property
     def pid(self) -> int:
         """Its process; 0 until it runs."""
-        return self.board[2]
-
-    def position(self) -> tuple[int, int]:
-        """The ticket and the row that it is at, or was at when it died."""
-        return self.board[0], self.board[1]
+        return self.board[1]
 
 
 class WorkerPool:
@@ -137,6 +123,11 @@ class WorkerPool:
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._workers.values())
+
+    @property
+    def working(self) -> list[WorkerHandle]:
+        """Those that may get more to do."""
+        return [worker for worker in self if not worker.retiring]
 
     @property
     def is_open(self) -> bool:
@@ -183,9 +174,10 @@ class WorkerPool:
             self._starter = starter_for(self._recipe, self._context)
             near = self._starter.start(self._started)
         near.setblocking(False)
-        board = channel.memory_file(_BOARD_BYTES)
+        board = channel.memory_file(BOARD_BYTES)
         try:
-            worker = WorkerHandle(self._started, near, memoryview(mmap.mmap(board, _BOARD_BYTES)).cast("q"))
+            worker = WorkerHandle(self._started, near, memoryview(mmap.mmap(board, BOARD_BYTES)).cast("q"))
+            worker.board[0] = IDLE
             self._workers[near.fileno()] = worker
             self._poll.register(near, select.POLLIN)
             with contextlib.suppress(OSError):  # it has died already: the end of its channel comes next
@@ -195,54 +187,56 @@ class WorkerPool:
         return worker
 
     def give(self, worker: WorkerHandle, task: Task, slot: Slot | None) -> bool:
-        """Have a worker make a batch, in a slot if there is one; False when its channel is full."""
-        if slot is None or slot.number in worker.slots:
-            return self._send(worker, task)
-        sent = self._send(worker, task, slot.fd)
-        if sent:
-            worker.slots.add(slot.number)
-        return sent
+        """Have a worker make a batch, in a slot if there is one; False when its channel is full.
 
-    def _send(self, worker: WorkerHandle, message: Message, *fds: int) -> bool:
-        """False when the worker's channel is full. That of a dead one swallows the message: its end comes
-        next."""
+        The channel of a dead worker swallows the task: its end comes next.
+        """
+        new = slot is not None and slot.number not in worker.slots
         try:
-            channel.send(worker.channel, encode(message), fds)
+            channel.send(worker.channel, tuple(task), [slot.fd] if slot is not None and new else ())
         except BlockingIOError:
             return False
-        except OSError:
-            pass
+        except ConnectionError:
+            return True
+        worker.slots.difference_update(task.closed)
+        if slot is not None:
+            worker.slots.add(slot.number)
         return True
 
-    def forget_slots(self, slots: list[Slot]) -> None:
-        """Have every worker let go of slots that are closed."""
-        for slot in slots:
-            for worker in self:
-                if slot.number in worker.slots:
-                    worker.slots.discard(slot.number)
-                    self._send(worker, DropSlot(slot.number))
+    def receive(self, timeout_s: float) -> Iterator[tuple[WorkerHandle, Any, list[int]]]:
+        """What workers have sent, one by one: what goes wrong with one leaves the others where they are.
 
-    def receive(self, timeout_s: float) -> list[tuple[WorkerHandle, Any, list[int]]]:
-        """What workers have sent; a message of None is a worker's death. Waits for the first for
-        `timeout_s`."""
-        messages: list[tuple[WorkerHandle, Any, list[int]]] = []
+        None is a worker's death. Waits for the first for `timeout_s`.
+        """
         ready = self._poll.poll(timeout_s * 1000)
         while ready:  # to poll again costs a fifth of reading from a channel that has nothing more
             for descriptor, _ in ready:
-                worker = self._workers[descriptor]
+                worker = self._workers.get(descriptor)
+                if worker is None:  # let go since
+                    continue
                 try:
-                    fields, fds = channel.receive(worker.channel, wait=False)
-                    worker.answered = True
-                    messages.append((worker, decode(fields), fds))
+                    answer, fds = channel.receive(worker.channel, wait=False)
                 except BlockingIOError:
-                    pass
+                    continue
                 except (EOFError, OSError) as problem:
                     if isinstance(problem, OSError) and problem.errno == errno.EMFILE:
-                        raise  # the worker is alive: this process may open no more files
-                    messages.append((worker, None, []))
+                        self._give_up(worker)
+                        raise
                     self._remove(worker)
+                    yield worker, None, []
+                    continue
+                worker.answers += 1
+                if worker.given_up:
+                    for fd in fds:
+                        os.close(fd)
+                    continue
+                yield worker, answer, fds
             ready = self._poll.poll(0)
-        return messages
+
+    def _give_up(self, worker: WorkerHandle) -> None:
+        """An answer is lost, as this process may open no more files: nobody knows what the next ones are to."""
+        worker.given_up = True
+        self.kill(worker)
 
     def let_go(self, worker: WorkerHandle) -> None:
         """Have a worker end that gets nothing more to do, once it has done what it has."""
@@ -260,10 +254,10 @@ class WorkerPool:
         """Process ids of the workers that have begun to work."""
         return [worker.pid for worker in self if worker.pid]
 
-    def cause_of_death(self, worker: WorkerHandle, patience_s: float = 0.5) -> str:
+    def cause_of_death(self, worker: WorkerHandle) -> str:
         """In words, how a worker ended."""
         assert self._starter is not None
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + 0.5
         while (status := self._starter.exits().get(worker.number)) is None:
             if time.monotonic() > deadline:
                 return "was lost"
@@ -336,7 +330,7 @@ class Faults:
         """Blame the sample the worker was at; `RuntimeError` when workers do nothing but die."""
         self._account.deaths += 1
         self._blame(worker, recipe)
-        self._in_vain += not worker.answered
+        self._in_vain += not worker.answers
         if self._in_vain >= _MOST_IN_VAIN:
             raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(worker)}")
 
@@ -352,7 +346,7 @@ class Faults:
         """
         now = time.monotonic()
         for worker in self._pool:
-            at = worker.position()
+            at = worker.answers, worker.board[0]
             if not worker.tasks or at != worker.seen or not worker.seen_at:
                 worker.seen, worker.seen_at = at, now
                 continue
@@ -361,11 +355,10 @@ class Faults:
                 self._pool.kill(worker)
 
     def _blame(self, worker: WorkerHandle, recipe: Recipe) -> None:
-        ticket, row = worker.position()
-        assignment = worker.tasks.get(ticket)
-        if assignment is None:
+        row = worker.board[0]
+        if row == IDLE or not worker.tasks:
             return
-        batch = assignment.batch
+        batch = worker.tasks[0].batch
         batch.deaths[row] = batch.deaths.get(row, 0) + 1
         enough = _DEATHS_TO_BLAME if row >= 0 else _DEATHS_OF_A_BATCH
         if batch.deaths[row] < enough or batch.finished:
@@ -380,7 +373,7 @@ class Faults:
             self._lethal.add(index)
             batch.leave_out |= {row}
         else:
-            batch.fail(bad)
+            batch.fail(BadSampleError(bad))
 
     def _cause(self, worker: WorkerHandle) -> str:
         if worker.hung:

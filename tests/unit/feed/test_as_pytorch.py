@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import inspect
+import os
 import pickle
 import resource
 import threading
@@ -19,7 +21,7 @@ from feed_samples import Drawing, Things, as_list, same
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, Subset, get_worker_info
 
-from flatout.feed import DataLoader, LoaderOptions, iterator_for
+from flatout.feed import DataLoader, LoaderOptions, channel, iterator_for
 from flatout.feed.loader import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -245,6 +247,28 @@ def test_at_the_limit_of_open_files_there_is_advice() -> None:
     child.join()
     assert "ulimit -n" in said
     assert "set_sharing_strategy" in said
+
+
+def test_an_answer_that_is_lost_there_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a loop that goes on after that error, THEN it gets every batch, in order."""
+    batches = iter(DataLoader(Things(400, "scalar"), 4, num_workers=2))
+    found = next(batches).tolist()
+    receive, lost = channel.receive, []
+
+    def loses_one(*args: Any, **kwargs: Any) -> Any:
+        answer, fds = receive(*args, **kwargs)
+        if lost or len(answer) < len(channel.Done._fields):
+            return answer, fds
+        lost.append(answer)
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(channel, "receive", loses_one)
+    with pytest.raises(RuntimeError, match="Too many open files"):
+        found.extend(row for batch in batches for row in batch.tolist())
+    found.extend(row for batch in batches for row in batch.tolist())
+    assert found == list(range(400))
 
 
 def test_another_loader_made_from_its_attributes_has_its_options() -> None:

@@ -247,7 +247,7 @@ def test_workers_come_back_for_good_where_the_loop_waits_longer_without_them() -
 # --- what it is told --------------------------------------------------------------------------------------------------
 
 A_BATCH = Done(
-    ticket=1, skeleton=b"", spans=[], needs=0, bad=[],
+    skeleton=b"", spans=[], needs=0, bad=[],
     wall_s=0.1, cpu_s=0.1, run_delay_s=0.0,
 )  # fmt: skip
 

@@ -664,7 +664,7 @@ def test_moving_a_batch_to_a_device_computes_it_there(deferred: Any) -> None:
         assert there.dtype == torch.float32
     assert deferred.to("meta", torch.float16).dtype == torch.float16
     assert deferred.to("meta", memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
-    assert deferred.materialized() is None, "and nothing was computed on the host"
+    assert not deferred.is_real, "and nothing was computed on the host"
     assert told == [True]
 
 

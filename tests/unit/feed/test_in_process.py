@@ -22,7 +22,7 @@ from flatout.feed.channel import Recipe
 from flatout.feed.loader import Auto, feed_of
 from flatout.feed.scheduler import BatchScheduler
 from flatout.feed.worker import SeededDataset
-from flatout.inside.loader_workers import Meter
+from flatout.inside.loaders import Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

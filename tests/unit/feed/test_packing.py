@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import gc
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,8 +90,8 @@ def test_tensors_stacked_in_the_slot_are_not_copied_again() -> None:
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 
-def ring_of(most_bytes: int, *, page_locked: bool = False, forget: Callable[[list[Slot]], Any] = len) -> Slots:
-    return Slots(most_bytes, page_locked=page_locked, forget=forget)
+def ring_of(most_bytes: int, *, page_locked: bool = False) -> Slots:
+    return Slots(most_bytes, page_locked=page_locked)
 
 
 def test_a_slot_goes_round_only_when_nothing_lies_over_it() -> None:
@@ -138,31 +137,28 @@ def test_the_ring_does_not_outgrow_its_memory() -> None:
 
 
 def test_outgrown_and_spare_slots_are_closed() -> None:
-    closed: list[Slot] = []
-    slots = ring_of(1 << 20, forget=closed.extend)
+    slots = ring_of(1 << 20)
     slots.fit(1000)
     three = [slot for slot in (slots.take(), slots.take(), slots.take()) if slot]
     for slot in three:
         slot.taken = False
     slots.trim(keep=2)
-    assert len(closed) == 1
+    assert len(list(slots)) == 2
     slots.fit(100_000)
     large = slots.take()
-    assert len(closed) == 3
     assert list(slots) == [large]
     slots.close()
 
 
 def test_a_slot_that_comes_back_too_small_is_closed_when_one_is_wanted() -> None:
-    closed: list[Slot] = []
-    slots = ring_of(1 << 20, forget=closed.extend)
+    slots = ring_of(1 << 20)
     slots.fit(1000)
     small = slots.take()
     assert small is not None
     slots.fit(100_000)
     small.taken = False
     assert slots.take() is not small
-    assert closed == [small]
+    assert slots.closed == {small.number}
     slots.close()
 
 

@@ -152,12 +152,10 @@ def _warp(source: Tensor, numbers: Tensor, move: str, start: int, colours: int) 
         place = from_y.long().clamp(0, height - 1) * width + from_x.long().clamp(0, width - 1)
         place = place.reshape(batch, -1, 1).expand(-1, -1, flat.shape[-1])
         moved = flat.flatten(1, 2).gather(1, place).view_as(flat)
-    if move != "swap":
-        inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-        end = start + WARP_NUMBERS
-        colour = numbers[:, end : end + colours].reshape(batch, 1, 1, colours)
-        moved = torch.where(inside.unsqueeze(-1), moved, colour.to(moved.dtype))
-    return moved.reshape(source.shape)
+    inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
+    end = start + WARP_NUMBERS
+    colour = numbers[:, end : end + colours].reshape(batch, 1, 1, colours)
+    return torch.where(inside.unsqueeze(-1), moved, colour.to(moved.dtype)).reshape(source.shape)
 
 
 def _interpolate(pixels: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -233,17 +231,14 @@ class PlaceholderTensor(Tensor):
 
     _real: Any = None
 
-    @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Any:
-        return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+    @property
+    def is_real(self) -> bool:
+        """Whether its values have been computed."""
+        return self._real is not None
 
     def materialize(self) -> Tensor:
         """The real tensor on the host; from now on this object stands for it."""
         raise NotImplementedError
-
-    def materialized(self) -> Tensor | None:
-        """The real tensor, if it has been computed."""
-        return self._real  # type: ignore[no-any-return]
 
     def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call on this tensor that needs no values; else NotImplemented."""
@@ -259,7 +254,7 @@ class PlaceholderTensor(Tensor):
             name = func.__self__.__name__  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             if args and isinstance(args[0], PlaceholderTensor):
-                if name in _NEEDS_NO_VALUES and args[0].materialized() is None:
+                if name in _NEEDS_NO_VALUES and not args[0].is_real:
                     return func(*args, **kwargs)
                 result = args[0].record(name, args[1:], kwargs)
                 if result is not NotImplemented:
@@ -288,18 +283,15 @@ def _materialized(part: Any) -> Any:
 class DeferredBatch(PlaceholderTensor):
     """A batch as workers leave it: decoded pixels, a row of numbers a sample, and the program to run on them."""
 
-    def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, program: TransformProgram, pixels: Tensor, numbers: Tensor
-    ):
+    @staticmethod
+    def __new__(cls, program: TransformProgram, pixels: Tensor, numbers: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, (len(pixels), *program.shape), dtype=program.dtype)
+
+    def __init__(self, program: TransformProgram, pixels: Tensor, numbers: Tensor) -> None:
         self.program, self.pixels, self.numbers = program, pixels, numbers
 
-    @classmethod
-    def of(cls, program: TransformProgram, pixels: Tensor, numbers: Tensor) -> Any:
-        """The batch that this program makes of these pixels."""
-        return cls((len(pixels), *program.shape), program.dtype, program, pixels, numbers)
-
     def parts(self) -> tuple[TransformProgram, Tensor, Tensor]:
-        """The arguments that `of` takes."""
+        """The arguments that it was made with."""
         return self.program, self.pixels, self.numbers
 
     def materialize(self) -> Tensor:
@@ -318,7 +310,7 @@ class DeferredBatch(PlaceholderTensor):
         if name == "is_pinned":
             return self.pixels.is_pinned()
         if name == "pin_memory":
-            return DeferredBatch.of(self.program, self.pixels.pin_memory(), self.numbers.pin_memory())
+            return DeferredBatch(self.program, self.pixels.pin_memory(), self.numbers.pin_memory())
         if name == "contiguous" and not args and not kwargs:
             return self
         if name in ("stride", "is_contiguous"):  # those of any stacked batch
@@ -327,29 +319,22 @@ class DeferredBatch(PlaceholderTensor):
 
     def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result on the GPU that `.to()` or `.cuda()` names; else NotImplemented."""
-        device = _requested_device(name, args, kwargs)
+        if name == "cuda":
+            named = dict(zip(("device", "non_blocking"), args, strict=False)) | kwargs
+            args, kwargs = (), named | {"device": "cuda" if named.get("device") is None else named["device"]}
+        elif name != "to":
+            return NotImplemented
+        try:
+            device, _, without_waiting, _ = torch._C._nn._parse_to(*args, **kwargs)
+        except (TypeError, RuntimeError):  # `copy=True`, or a mistake of the script's, which the call will name
+            return NotImplemented
         if device is None or device.type == "cpu":
             return NotImplemented
-        blocking = not any(arg is True for arg in (*args, kwargs.get("non_blocking")))
-        pixels = self.pixels.to(device, non_blocking=not blocking)
-        numbers = self.numbers.to(device, non_blocking=not blocking)
+        pixels = self.pixels.to(device, non_blocking=without_waiting)
+        numbers = self.numbers.to(device, non_blocking=without_waiting)
         while _on_first_use:
             _on_first_use.pop()()
-        result = _run_on_device(self.program, pixels, numbers)
-        return result.to(*args, **kwargs) if name == "to" else result
-
-
-def _requested_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    if name not in ("to", "cuda"):
-        return None
-    wanted = kwargs.get("device", kwargs.get("other", args[0] if args else None))
-    if isinstance(wanted, Tensor):
-        return wanted.device
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
-        return torch.device("cuda", wanted)
-    if isinstance(wanted, str | torch.device):
-        return torch.device(wanted)
-    return torch.device("cuda") if name == "cuda" else None
+        return _run_on_device(self.program, pixels, numbers).to(*args, **kwargs)
 
 
 _run_on_device: Callable[[TransformProgram, Tensor, Tensor], Tensor] = run_program

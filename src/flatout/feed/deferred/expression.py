@@ -8,22 +8,23 @@ may be written to: then the sample is made again without recording, and no such 
 from __future__ import annotations
 
 import contextlib
-import sys
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from flatout.feed.deferred.batch import WARP_NUMBERS, TransformProgram, TransformStep
 
-_numpy: Any = sys.modules.get("numpy")  # PyTorch has imported it, where it is installed
+_asarray = np.asarray
 
 DTYPES = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_CONSTANT = 64  # numbers of a constant that travels with every sample
+_MAX_CONSTANT = 64  # numbers of a constant that travels with every sample
 _MAX_DEPTH = 100  # operations on top of each other: more of them are a loop, which is better computed here
 _MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30  # safe in float32 on a GPU
 
@@ -103,38 +104,30 @@ class Expression:
 
 def constant(thing: Any) -> Expression | None:
     """A few numbers that travel with a sample, copied: the script may change them later."""
-    if type(thing) in (int, float):
-        kept: Any = thing
-    elif isinstance(thing, torch.Tensor):
-        kept = thing.clone()
-    elif _numpy is not None and isinstance(thing, (_numpy.ndarray, _numpy.generic)):
-        kept = thing.copy()
-    else:
-        return None
-    shape = tuple(getattr(kept, "shape", ()))
-    if torch.Size(shape).numel() > MAX_CONSTANT or getattr(getattr(kept, "dtype", None), "kind", "f") not in "iuf":
-        return None
-    flat = kept.reshape(-1).tolist() if hasattr(kept, "reshape") else [kept]
-    if any(number and not _MIN_NUMBER < abs(number) < _MAX_NUMBER for number in flat):
-        return None
-    numbers = tuple(map(float, flat))
-    return Expression(op="numbers", numbers=numbers, shape=shape, dtype="", call=lambda: kept, picture=None)
-
-
-def combine(op: str, inputs: Sequence[Expression | None], call: Callable[..., Any], dtype: str) -> Expression | None:
-    """An operation on several expressions; None where it cannot be recorded."""
-    known = [expression for expression in inputs if expression is not None]
-    pictures = [expression.picture for expression in known if expression.picture is not None]
-    if len(known) < len(inputs) or not pictures or any(picture is not pictures[0] for picture in pictures):
-        return None
-    depth = 1 + max(expression.depth for expression in known)
-    if dtype not in ("float32", "float64") or depth > _MAX_DEPTH:
+    if not isinstance(thing, int | float | np.ndarray | np.generic | torch.Tensor):
         return None
     try:
-        shape = tuple(torch.broadcast_shapes(*(expression.shape for expression in known)))
-    except RuntimeError:
+        values = _asarray(thing)
+    except (TypeError, RuntimeError):  # on a GPU, or with a gradient
         return None
-    return Expression(op=op, inputs=tuple(known), shape=shape, dtype=dtype, call=call, picture=pictures[0], depth=depth)
+    if values.size > _MAX_CONSTANT or values.dtype.kind not in "iuf":
+        return None
+    numbers = tuple(map(float, values.flat))
+    if any(number and not _MIN_NUMBER < abs(number) < _MAX_NUMBER for number in numbers):
+        return None
+    kept = copy.deepcopy(thing)
+    return Expression(op="numbers", numbers=numbers, shape=values.shape, dtype="", call=lambda: kept, picture=None)
+
+
+def combine(op: str, inputs: Sequence[Expression], call: Callable[..., Any], dtype: str) -> Expression | None:
+    """An operation on several expressions; None where it cannot be recorded, `RuntimeError` where shapes do not fit."""
+    first, *others = [expression.picture for expression in inputs if expression.picture is not None]
+    depth = 1 + max(expression.depth for expression in inputs)
+    recordable = dtype in ("float32", "float64") and depth <= _MAX_DEPTH
+    if not recordable or any(picture is not first for picture in others):
+        return None
+    shape = tuple(torch.broadcast_shapes(*(expression.shape for expression in inputs)))
+    return Expression(op=op, inputs=tuple(inputs), shape=shape, dtype=dtype, call=call, picture=first, depth=depth)
 
 
 def as_program(expression: Expression) -> tuple[TransformProgram, list[float]]:
@@ -177,14 +170,14 @@ class LazyObject:
         self._views.append(weakref.ref(self))
 
     @property
-    def expression(self) -> Expression | None:
-        """How to compute it; None once it is real."""
-        return self._expression if self._real is None else None
+    def is_real(self) -> bool:
+        """Whether it has been computed."""
+        return self._real is not None
 
     @property
-    def _is_alone(self) -> bool:
-        """Whether nobody else looks at its memory."""
-        return not any(other is not None and other is not self for other in (view() for view in self._views))
+    def expression(self) -> Expression | None:
+        """How to compute it; None once it is real."""
+        return None if self.is_real else self._expression
 
     def materialize(self) -> Any:
         """The array or tensor itself, in memory that may be written to."""
@@ -204,5 +197,6 @@ class LazyObject:
         return True
 
     def _fail_unless_alone(self) -> None:
-        if self._recording is not None and not self._is_alone:
+        others = [other for view in self._views if (other := view()) is not None and other is not self]
+        if others and self._recording is not None:
             self._recording.failed = True

@@ -30,7 +30,6 @@ from flatout.feed.deferred.batch import (
 )
 from flatout.feed.deferred.expression import (
     DTYPES,
-    MAX_CONSTANT,
     NAMES,
     Expression,
     LazyObject,
@@ -165,25 +164,20 @@ def _compose(first: tuple[float, ...], then: tuple[float, ...]) -> tuple[float, 
 
 
 def _combined(op: str, function: Callable[..., Any], inputs: Sequence[Any]) -> Expression | None:
-    """numpy's or torch's function of these; its type is found by asking it with one element of each."""
-    expressions = [_expression_of(thing) for thing in inputs]
-    if len(inputs) != 2 or None in expressions:
+    """numpy's or torch's function of two; None where it cannot be recorded."""
+    known = [expression for expression in map(_expression_of, inputs) if expression is not None]
+    if len(inputs) != 2 or len(known) != 2:
         return None
     try:
+        # Its type is found by asking it with one element of each.
         dtype = str(function(*map(_one_element, inputs)).dtype).removeprefix("torch.")
-    except (TypeError, RuntimeError):
+        return combine(op, known, function, dtype)
+    except (TypeError, RuntimeError):  # such types, or shapes, cannot be combined
         return None
-    return combine(op, expressions, function, dtype)
 
 
 def _expression_of(thing: Any) -> Expression | None:
-    if isinstance(thing, LazyObject):
-        return thing.expression
-    if isinstance(thing, Tensor):
-        on_host = not isinstance(thing, PlaceholderTensor) and thing.device.type == "cpu" and thing.dtype in NAMES
-        if not on_host or thing.requires_grad or thing.numel() > MAX_CONSTANT:
-            return None
-    return constant(thing)
+    return thing.expression if isinstance(thing, LazyObject) else constant(thing)
 
 
 def _one_element(thing: Any) -> Any:
@@ -206,7 +200,6 @@ _UFUNCS: dict[Any, tuple[str, Callable[..., Any] | None]] = {  # and the operato
     np.minimum: ("minimum", None),
     np.maximum: ("maximum", None),
 }
-_METHODS = {np.clip: "clip", np.mean: "mean", np.transpose: "transpose"}
 
 
 def _recorded(record: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,10 +226,14 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
         return np.ndarray if self.shape else self.dtype.type
 
     @property
+    def _described_by(self) -> Any:
+        """What has its shape and type: the expression, or the real array, which may have been given another."""
+        return self._real if self.is_real else self._expression
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The array's shape."""
-        expression = self.expression
-        return tuple(self.materialize().shape) if expression is None else expression.shape
+        return tuple(self._described_by.shape)
 
     @property
     def ndim(self) -> int:
@@ -251,8 +248,7 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
     @property
     def dtype(self) -> Any:
         """The type of the elements."""
-        expression = self.expression
-        return self.materialize().dtype if expression is None else np.dtype(expression.dtype)
+        return np.dtype(self._described_by.dtype)
 
     def __len__(self) -> int:
         return self.shape[0] if self.shape else len(self.materialize())
@@ -263,7 +259,8 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
         function = getattr(ufunc, method)
         (target,) = kwargs.get("out") or (None,)
         if type(target) is LazyArray and not target.shape:  # a number cannot be changed in place: make another
-            return function(*inputs, **{key: kwargs[key] for key in kwargs if key != "out"})
+            del kwargs["out"]
+            return function(*inputs, **kwargs)
         op, of_torch = _UFUNCS.get(ufunc, ("", None))
         if of_torch is not None and not kwargs and any(isinstance(thing, Tensor) for thing in inputs):
             return of_torch(*materialize(inputs))  # torch's rules for types hold
@@ -276,9 +273,8 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
         return function(*materialize(inputs), **materialize(kwargs))
 
     def __array_function__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        method = _METHODS.get(func)
-        if method is not None and args[0] is self and not kwargs:
-            return getattr(self, method)(*args[1:])
+        if func in (np.clip, np.mean, np.transpose) and args[0] is self and not kwargs:
+            return getattr(self, func.__name__)(*args[1:])
         return func(*materialize(args), **materialize(kwargs))
 
     @classmethod
@@ -295,13 +291,13 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
             return None
         if wanted == self.dtype:
             return LazyArray(self._expression) if copy else self
-        cast = self._expression.cast(wanted.name, lambda array: array.astype(dtype))
+        cast = self._expression.cast(wanted.name, operator.methodcaller("astype", wanted))
         return None if cast is None else LazyArray(cast)
 
     @_recorded
     def copy(self) -> Any:
         """Another array in memory of its own, in C order."""
-        return LazyArray(self._expression.then("copy", lambda array: array.copy()))
+        return LazyArray(self._expression.then("copy", operator.methodcaller("copy")))
 
     @_recorded
     def clip(self, low: Any, high: Any) -> Any:
@@ -314,15 +310,15 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
     def mean(self) -> Any:
         """Of all elements."""
         dtype = "float32" if self.dtype == np.float32 else "float64"
-        return LazyArray(self._expression.then("mean", lambda array: array.mean(), shape=(), dtype=dtype))
+        return LazyArray(self._expression.then("mean", operator.methodcaller("mean"), shape=(), dtype=dtype))
 
     @_recorded
     def transpose(self, *axes: Any) -> Any:
         """A view with the axes in another order."""
-        order = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        order = _one_sequence(axes)
         if sorted(order) != list(range(self.ndim)):
             return None
-        return LazyArray(self._expression.permuted(order, lambda array: array.transpose(order)), self)
+        return LazyArray(self._expression.permuted(order, operator.methodcaller("transpose", order)), self)
 
     # -- answered by the real array ---------------------------------------------------------------
 
@@ -366,15 +362,13 @@ def lazy_reader(original: Callable[..., Any]) -> Callable[..., Any]:
         if lazy is None:
             return original(*materialize(args), **materialize(kwargs))
         dtype = args[1] if len(args) == 2 else kwargs.get("dtype")
-        converted = dtype is not None and np.dtype(dtype) != lazy.dtype
-        result = lazy.astype(dtype) if converted else lazy
-        if type(result) is not LazyArray:
-            return original(result)
-        if original is _ascontiguousarray:  # which may be a copy, and may be a view
-            return LazyArray(result._expression.then("copy", _ascontiguousarray), result)
-        if kwargs.get("copy", original is _array) and not converted:
-            return LazyArray(lazy.expression)
-        return result
+        copies = kwargs.get("copy", original is _array)
+        result = lazy.astype(lazy.dtype if dtype is None else dtype, copy=bool(copies))
+        if original is not _ascontiguousarray:
+            return result
+        if type(result) is LazyArray:  # the result may be a copy, and may be a view
+            return LazyArray(result._expression.then("copy", original), result)
+        return original(result)
 
     return read
 
@@ -386,7 +380,7 @@ def _lazy_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     thing = args[0]
     if can_be_recorded(thing):
         thing = LazyArray(_image_expression(thing).then("copy", _array))
-    return thing if type(thing) is LazyArray and thing.expression is not None else None
+    return thing if type(thing) is LazyArray and is_lazy(thing) else None
 
 
 # --- torch --------------------------------------------------------------------------------------
@@ -408,13 +402,9 @@ _CASTS = {"float": "float32", "double": "float64", "long": "int64"}
 class LazyTensor(LazyObject, PlaceholderTensor):
     """A tensor that will be computed from a picture."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *described: Any) -> None:
-        super().__init__(*described)
-
-    @classmethod
-    def of(cls, expression: Expression, view_of: LazyObject | None = None) -> Any:
-        """The tensor of an expression, which may look at the memory of another object."""
-        return cls(expression.shape, DTYPES[expression.dtype], expression, view_of)
+    @staticmethod
+    def __new__(cls, expression: Expression, view_of: LazyObject | None = None) -> Any:
+        return Tensor._make_wrapper_subclass(cls, expression.shape, dtype=DTYPES[expression.dtype])
 
     def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call that the GPU can make later; else NotImplemented."""
@@ -427,7 +417,7 @@ class LazyTensor(LazyObject, PlaceholderTensor):
         expression = None if kwargs else _combined(*_RECORDED[name], [self, *others])
         if name in _IN_PLACE:
             return self if self.replace_in_place(expression) else NotImplemented
-        return NotImplemented if expression is None else LazyTensor.of(expression)
+        return NotImplemented if expression is None else LazyTensor(expression)
 
     @staticmethod
     def stack_lazily(samples: Sequence[Any], stack: Callable[..., Tensor]) -> Any:
@@ -442,7 +432,7 @@ class LazyTensor(LazyObject, PlaceholderTensor):
             return None
         if program.is_identity:
             return stack(pixels)
-        return DeferredBatch.of(program, stack(pixels), _tensor(numbers, dtype=torch.float64))
+        return DeferredBatch(program, stack(pixels), _tensor(numbers, dtype=torch.float64))
 
 
 def pixels_of(expression: Expression) -> Tensor:
@@ -453,31 +443,37 @@ def pixels_of(expression: Expression) -> Tensor:
 def _view_copy_or_cast(name: str, tensor: LazyTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same values as a view, a copy, or of another type; NotImplemented where that cannot be recorded."""
     expression = tensor._expression
+    call = operator.methodcaller(name, *args, **kwargs)
     dtype = _requested_dtype(name, args, kwargs)
     if dtype == expression.dtype:
         return tensor
     if dtype is not None:
-        cast = expression.cast(dtype, lambda real: real.to(DTYPES[dtype]))
-        return NotImplemented if cast is None else LazyTensor.of(cast)
+        cast = expression.cast(dtype, call)
+        return NotImplemented if cast is None else LazyTensor(cast)
     shape = expression.shape
-    sizes = tuple(args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args)
+    sizes = _one_sequence(args)
     if kwargs:
         return NotImplemented
     if name == "clone":
-        return LazyTensor.of(expression)
+        return LazyTensor(expression)
     if name == "contiguous":  # which may be a copy, and may be the tensor itself
-        return LazyTensor.of(expression.then("copy", lambda real: real.contiguous()), tensor)
+        return LazyTensor(expression.then("copy", call), tensor)
     if name == "detach" or (name in ("view", "reshape") and sizes == shape):
-        return LazyTensor.of(expression, tensor)
+        return LazyTensor(expression, tensor)
     if name == "permute" and sorted(sizes) == list(range(len(shape))):
-        return LazyTensor.of(expression.permuted(sizes, lambda real: real.permute(sizes)), tensor)
+        return LazyTensor(expression.permuted(sizes, call), tensor)
     if name == "unsqueeze":
         axis = args[0] % (len(shape) + 1)
         expanded = (*shape[:axis], 1, *shape[axis:])
-        return LazyTensor.of(
-            expression.then("expand", lambda real: real.unsqueeze(axis), static=(axis,), shape=expanded), tensor
-        )
+        return LazyTensor(expression.then("expand", call, static=(axis,), shape=expanded), tensor)
     return NotImplemented
+
+
+def _one_sequence(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sizes or axes, given one by one or as a sequence."""
+    if len(args) == 1 and isinstance(args[0], tuple | list):
+        return tuple(args[0])
+    return args
 
 
 def _requested_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -507,7 +503,7 @@ def lazy_tensor_maker(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tensor_of(array: LazyArray) -> Any:
     """The lazy tensor that shares a lazy array's memory."""
-    return LazyTensor.of(array._expression.then("copy", lambda real: _from_numpy(_asarray(real))), array)
+    return LazyTensor(array._expression.then("copy", lambda real: _from_numpy(_asarray(real))), array)
 
 
 # --- samples that hold them ---------------------------------------------------------------------
@@ -519,11 +515,11 @@ def collatable(sample: Any) -> Any:
 
 
 def _as_tensor(part: Any) -> Any:
-    if not is_lazy(part):
-        return materialize(part)
-    return _tensor_of(part) if type(part) is LazyArray else part
+    if type(part) is LazyArray and is_lazy(part):
+        return _tensor_of(part)
+    return part if is_lazy(part) else materialize(part)
 
 
 def is_lazy(thing: Any) -> bool:
     """Whether it is an array or a tensor that is not real yet."""
-    return isinstance(thing, LazyObject) and thing.expression is not None
+    return isinstance(thing, LazyObject) and not thing.is_real
