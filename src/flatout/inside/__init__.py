@@ -6,7 +6,7 @@
 
     a call of the script ──► patches (one wrapper for each attribute)
                                 ├─ TIME     timing ──► recorder ──► Steps        clock: the GPU's side of it
-                                ├─ OBSERVE  fingerprints, loader_workers, root_modules
+                                ├─ OBSERVE  fingerprints, loaders, root_modules
                                 └─ CHANGE   changes/ (of a plan), trial (its ceiling)
 
 A subscriber that raises is switched off, that is said once, and training goes on.

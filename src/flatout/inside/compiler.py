@@ -1,13 +1,10 @@
 """PyTorch's compiler in our hands: loaded only when it is used, and rounding as the eager kernels do.
 
-The first step of every optimizer imports `torch._dynamo`, if only to say that the step must not be
-compiled: seconds, in each of a dozen trials. So in a trial a placeholder stands there that can answer just
-this.
+The first step of every optimizer imports `torch._dynamo`, if only to say that it must not be compiled: seconds, in
+each of a dozen trials. There a placeholder answers just this.
 
-Where operations in half precision are fused, the compiler leaves out the rounding between them. What the
-backward pass computes again from a saved, rounded value then belongs to another forward pass: with torch
-2.11 the gradients of a compiled soft-argmax were twice as far off as those of eager bf16
-(docs/BENCHMARKS.md, `captcha`).
+The compiler leaves out the rounding between fused operations in half precision. With torch 2.11 the gradients of a
+compiled soft-argmax were twice as far off as those of eager bf16 (docs/BENCHMARKS.md, `captcha`).
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ def load_when_used(torch: Any) -> None:
 
 
 def round_as_eager() -> None:
-    """Round as the eager kernels from now on, in this process; unless the person has set it, or this torch
-    cannot."""
+    """Round as the eager kernels from now on, unless the person has set it, or this torch cannot."""
     import torch._inductor.config as config
 
     if _ROUNDING not in os.environ and hasattr(config, "emulate_precision_casts"):
@@ -43,8 +39,10 @@ def round_as_eager() -> None:
 
 @contextmanager
 def draw_as_eager() -> Iterator[None]:
-    """Around an eager call of a model: where it draws random numbers, compiled ones draw the same from then
-    on. A compiler has a stream of its own, and two runs could not be compared step by step."""
+    """Around an eager call of a model: if it draws random numbers, compiled ones draw the same from then on.
+
+    A compiler has a stream of its own, and two runs could not be compared step by step.
+    """
     import torch
     import torch._inductor.config as config
 

@@ -4,12 +4,9 @@
     backward ── the loss                              weights ── how they moved, beside another run's
                                                       ──► proof-<rank>.jsonl, a line a step, when the run ends
 
-What a model has made itself is not data: a critic is fed by its generator, a recurrent net by its last
-state, and on a GPU that is never the same twice. There, the losses and the weights have to show that
-training is right.
-
-A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64.
-It is the same on any device and in any order of adding, and another one when two words change places.
+What a model made itself (a critic's input, a recurrent net's last state) is not data, and on a GPU never the same
+twice. A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64: the
+same on any device and in any order of adding, but not when two words change places.
 """
 
 from __future__ import annotations
@@ -117,7 +114,7 @@ class FingerprintLog:
 
 
 def _strided(things: Any) -> list[Any]:
-    """The tensors in these; for those without memory of their own (sparse, ragged) the tensors they consist of."""
+    """The tensors in these; of those without memory of their own (sparse, ragged) their parts."""
     return [part for tensor in tensors_in(things) for part in _parts_of(tensor)]
 
 
@@ -173,10 +170,10 @@ class _NotingSampler:
 
 
 def _samples(indices: Any) -> list[Any] | None:
-    """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream, say."""
+    """The samples of a batch as JSON can hold them; None where they have no numbers, as those of a stream."""
     try:
         plain = _plain(indices)
-    except Exception:  # a sampler's own kind of thing: its samples are not known, and training goes on
+    except Exception:  # a sampler's own kind of thing
         return None
     if not isinstance(plain, list):
         plain = [plain]

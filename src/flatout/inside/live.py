@@ -1,8 +1,7 @@
 """Changes tried while training runs: switched on and off between steps, in turns, until it is clear what each brings.
 
-One change after another, in the order of the trial. What has paid stays on for those behind it, and for the steps that
-are measured in the end. Nobody waits for the GPU here: a turn lies between two events in its stream, and is read when
-the GPU has passed them.
+One change after another; what has paid stays on. Nobody waits for the GPU: a turn lies between two events in its
+stream, and is read when the GPU has passed them.
 
     a change goes on, a few steps to settle ─► rounds of four turns, ABBA or BAAB ─► decided, or time is over ─► next
 """
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -79,11 +78,13 @@ class LiveTurns:
                 begin = _Moment()
                 for _ in range(each):
                     yield True
-                turns.append(_Turn(on, begin, _Moment()))
+                turns.append((on, begin, _Moment()))
             steps += 4 * each
-            while len(turns) >= 4 and turns[3].is_over:
-                four = [turns.popleft() for _ in range(4)]
-                rounds.add([turn.seconds for turn in four if turn.on], [turn.seconds for turn in four if not turn.on])
+            while len(turns) >= 4 and turns[3][2].is_past:
+                seconds: dict[bool, list[float]] = {True: [], False: []}
+                for on, begin, end in [turns.popleft() for _ in range(4)]:
+                    seconds[on].append(begin.seconds_to(end))
+                rounds.add(seconds[True], seconds[False])
         note = self._applied.why_not_made(name)
         if note:
             return TurnsResult(name=name, state="decided", note=note, seconds=time.perf_counter() - began_s)
@@ -132,17 +133,4 @@ class _Moment:
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
-class _Turn(NamedTuple):
-    """Steps in a row, with the change or without."""
-
-    on: bool
-    begin: _Moment
-    end: _Moment
-
-    @property
-    def is_over(self) -> bool:
-        return self.end.is_past
-
-    @property
-    def seconds(self) -> float:
-        return self.begin.seconds_to(self.end)
+_Turn = tuple[bool, _Moment, _Moment]  # steps in a row, with the change or without: from, to

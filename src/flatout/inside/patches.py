@@ -1,14 +1,11 @@
-"""Every attribute of Python, PyTorch or a library that flatout replaces: one table, and one wrapper for
-each attribute.
+"""Every attribute of Python, PyTorch or a library that flatout replaces: one table, one wrapper for each.
 
-To see or change a call, subscribe to it at a stage. The stages are passed in this order,
-whenever their subscribers came:
+To see or change a call, subscribe to it at a stage:
 
     script ─► TIME (the recorder) ─► OBSERVE (fingerprints, lists of modules) ─► CHANGE (a plan's changes) ─► original
 
-So the recorder times the call as it was changed, and a fingerprint is taken of what the script passed. A
-subscriber that raises is switched off and reported once; the script's call goes through. When the last
-subscriber of an attribute leaves, the original is put back. Nothing here imports torch.
+A subscriber that raises is switched off and reported once; the script's call goes through. When the last one of an
+attribute leaves, the original is put back. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ FIRST_STEPS = "steps 2 to 4 of a recording"
 
 
 class Stage(IntEnum):
-    """How close to the original call a subscriber works: CHANGE is next to it."""
+    """How close to the original call a subscriber is."""
 
     CHANGE = 0
     OBSERVE = 1
@@ -40,8 +37,8 @@ class Stage(IntEnum):
 class Patch(NamedTuple):
     """Attributes of one owner that are replaced for the same reason, and what has to be going on for that.
 
-    `phase` is what the recorder calls the time of a call; what `computes` is timed in few steps only. `library` is a
-    module that a script may or may not import.
+    `phase` is what the recorder calls the time of a call; what `computes` is timed in few steps only. `library` may
+    never be imported.
     """
 
     owner: str
@@ -158,7 +155,7 @@ class PatchPoint:
         return self._built is not None and vars(self._owner).get(self._name) is self._built
 
     def add(self, subscriber: Subscriber, handler: Call) -> None:
-        """One more subscriber; of one stage the later is the outer one."""
+        """One more subscriber; the later of one stage is the outer one."""
         self._handlers.append((subscriber, handler))
         self._handlers.sort(key=lambda entry: entry[0].stage)
         self._compose()
@@ -166,27 +163,26 @@ class PatchPoint:
             self._put(_passing(self))
 
     def add_time(self, subscriber: Subscriber, build: Callable[[PatchPoint], Call]) -> None:
-        """The recorder's own wrapper, which calls everybody else: the step path can afford no other call."""
+        """The recorder's own wrapper, which calls all others: training can afford no second one."""
         self._time = subscriber
         self._put(build(self))
 
     def remove(self, subscriber: Subscriber) -> None:
-        """Without this one; without anybody the original stands there again."""
+        """Without this one; the original is put back after the last."""
         self._handlers = [entry for entry in self._handlers if entry[0] is not subscriber]
         self._compose()
-        timed = self._time is subscriber
-        if timed:
+        if self._time is subscriber:
             self._time = None
         if not self.stands or self._time is not None:
             return
-        if self._handlers and timed:
+        if self._handlers:
             self._put(_passing(self))
-        elif not self._handlers:
-            self._built = None
-            if self._raw is None:
-                delattr(self._owner, self._name)
-            else:
-                setattr(self._owner, self._name, self._raw)
+            return
+        self._built = None
+        if self._raw is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._raw)
 
     def _compose(self) -> None:
         self.call = self.original
@@ -230,13 +226,13 @@ class Patches:
         self.when_imported = _if_imported
 
     def subscriber(self, stage: Stage, fail: Callable[[Exception], None]) -> Subscriber:
-        """Somebody new; `fail` is called once, with what it raised, after it has been switched off."""
+        """A new one; `fail` is called once, with what it raised, after it was switched off."""
         return Subscriber(self, stage, fail)
 
     def point(self, where: str) -> PatchPoint | None:
         """The place of one; None where this version of a library has no such attribute."""
         point = self._points.get(where)
-        if point is None or not point.stands:  # somebody has put theirs on top of ours, which lets everything through
+        if point is None or not point.stands:  # somebody has put theirs on top of ours
             owner, _, name = where.rpartition(".")
             holder = _resolve(owner)
             if getattr(holder, name, None) is None:
@@ -256,8 +252,7 @@ class Subscriber:
         self.off = False
 
     def around(self, where: str, handler: Call) -> None:
-        """Have `handler(call, *args, **kwargs)` called instead; it has to keep its own exceptions to
-        itself."""
+        """Have `handler(call, *args, **kwargs)` called instead; it keeps its own exceptions to itself."""
         self._join(where, lambda point: point.add(self, handler))
 
     def before(self, where: str, told: Call) -> None:
@@ -280,7 +275,7 @@ class Subscriber:
         self.around(where, call_and_tell)
 
     def time(self, where: str, build: Callable[[PatchPoint], Call]) -> None:
-        """Have the wrapper made by `build(point)`; it calls `point.call`."""
+        """Have `build(point)` make the wrapper, which calls `point.call`."""
         self._join(where, lambda point: point.add_time(self, build))
 
     def _join(self, where: str, add: Callable[[PatchPoint], None]) -> None:
@@ -313,7 +308,7 @@ class Subscriber:
             return None
 
     def failed(self, problem: Exception) -> None:
-        """Something of this subscriber's went wrong: it is switched off, and that is said once."""
+        """Something went wrong: switch this subscriber off, and say so once."""
         if not self.off:
             self.leave()
             with suppress(Exception):

@@ -1,19 +1,13 @@
 """Turns what the training thread does into Steps whose spans add up to the wall time.
 
-The thread is in one phase at a time. `push` and `pop` cut the time line, and each piece belongs to the
-innermost phase, so the pieces add up by construction. What lies between phases has a name too: `loss` after
-a forward pass, `rest` elsewhere.
+    timing ──push/pop/fetched/stepped──► Recorder ──Step──► emit
 
-Some steps are looked at closely, as often as that costs little: there every cut also drops an event into
-the GPU's queue (`CudaClock`). Between two events with no launch in between, GPU time is idle time. In the
-other steps (`light`) waits and pauses are cut as always, and what the step computes is one piece:
-`unsplit`. Their commonest events only go on a tape, which is played when something else happens or when a
-few steps are on it: the processor has forgotten our code from one step to the next, so all of it costs ten
-times what it costs in a loop.
+`push` and `pop` cut the time line, and each piece belongs to the innermost phase; between phases it is `loss` after
+a forward pass, `rest` elsewhere. In steps that are looked at closely, every cut drops an event into the GPU's queue.
+In the others (`light`) what is computed is one piece, `unsplit`, and the commonest events only go on a tape: between
+two steps the processor forgets our code, which then costs ten times what it costs in a loop.
 
 Nothing here imports torch, waits for the GPU, or does I/O.
-
-    timing ──push/pop/fetched/stepped──► Recorder ──Step──► emit
 """
 
 from __future__ import annotations
@@ -35,30 +29,28 @@ DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "fo
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
 GC, HELD, OWN, REST, UNSPLIT = "gc", "held", "flatout", "rest", "unsplit"
 
-# In these nothing is launched, so GPU time between their two events is idle time.
+# In these nothing is launched, and the GPU's time between their two events is idle time.
 QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, HELD, OWN})
 # With one of these training, or an evaluation, begins.
 _BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 
-# What is called evaluation while one goes on; a checkpoint or a log line in the middle of it keeps its own
-# name.
+# What is called evaluation while one goes on; a checkpoint or a log line in it keeps its own name.
 _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST, UNSPLIT})
 
 _SLIVER_S = 20e-6  # less than this before a phase is counted with it
 _STEPS_IN_FLIGHT = 64
+_KNOWN_AFTER = 200  # close looks; what a phase takes is known by then
 _ON_TAPE = 512  # events
 _ON_TAPE_S = 1.0
 
 
 class Sampling(NamedTuple):
-    """How many steps are looked at closely: the first ones, then so many that it costs a small share of the time."""
+    """Which steps are looked at closely: the first ones, then as many as cost a small share of the time."""
 
     at_first: int = 16  # steps
-    often: int = 1  # every step, at most
-    seldom: int = 256  # and every so many at least
-    share: float = 0.001  # of the time may go into close looks
-    later_share: float = 0.0002  # the same after `known_after` looks: what a phase takes is known by then
-    known_after: int = 200
+    seldom: int = 256  # one in so many, at least
+    share: float = 0.001  # of the time that close looks may take
+    later_share: float = 0.0002  # after _KNOWN_AFTER of them
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -72,7 +64,7 @@ class _Piece:
     loader: int | None  # whose batch it waited for
 
     def goes_on_as(self, name: str, where: str | None, start_s: float, loader: int | None, mark: int | None) -> bool:
-        """Whether what begins then is more of the same. (Else a collection or a signal handler came in between.)"""
+        """Whether what begins then is more of the same. Else a collection or a signal handler came between."""
         same = self.name == name and self.end_s == start_s and self.where == where and self.loader == loader
         return same and self.mark is None and mark is None
 
@@ -114,24 +106,23 @@ class Recorder:
         self._cut_s = clock()
         self._open = _OpenStep(self._cut_s, kind="setup")
         self._waiting: deque[_OpenStep | LightSteps] = deque()
-        self.thread = get_ident()  # the one that trains
+        self.thread = get_ident()
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
         self.train_loaders = self._evaluation.train_loaders
-        # This step is not looked at closely, and nothing but training has been seen in it.
-        self.light = False
-        self.tape: list[Event] = []  # in light steps the wrappers write here
+        self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
+        self.tape: list[Event] = []  # of light steps; the wrappers write on it
         self.waiting = False  # for a batch, in a light step
         self._whole = 0  # events on the tape up to the end of a step
         self._closed = 0  # steps that ended, without those on the tape
         self.marking = False  # the open step carries marks in the GPU's queue
-        self._closely_every = self._sampling.often
+        self._closely_every = 1
         self._closely_at = 0
         self._close_looks = 0
         self._closely_s = 1.0  # what a close look takes at best: the first ones take far longer
-        self.steps = 0  # all that ended, of whatever kind
-        self.measured = 0  # those of kind train
-        self.own_s = 0.0  # what all this took
+        self.steps = 0  # that ended
+        self.measured = 0  # of kind train
+        self.own_s = 0.0  # what recording took
         self._own_before_s = 0.0
 
     def move_here(self) -> None:
@@ -152,7 +143,7 @@ class Recorder:
 
     @property
     def phase(self) -> str:
-        """What the thread is doing, for who looks from another thread; what a step is, where it is not training."""
+        """What the thread is doing, to be read from another thread; in a step of another kind, that kind."""
         if self._open.kind not in ("train", "warmup"):
             return self._open.kind
         phase = UNSPLIT if self.light else self._between
@@ -200,7 +191,7 @@ class Recorder:
                 self._between = LOSS
         self.own_s += self.clock() - now_s
 
-    # -- what is training, and what is evaluation --------------------------------------------------
+    # -- what is training, and what is evaluation
 
     def fetching(self, loader: int, learns: bool = True) -> None:
         """A batch is being asked of `loader`, with gradients switched on or off."""
@@ -217,7 +208,7 @@ class Recorder:
             self._evaluation.took(loader, samples)
 
     def look_closely(self) -> None:
-        """Something other than plain training begins: the rest of this step is split as well as can be."""
+        """Something other than plain training begins: split the rest of this step."""
         self._play()
         self._cut(self.clock())
         self.light = False
@@ -266,7 +257,7 @@ class Recorder:
         self._evaluation.since = 0
 
     def forward(self, *, learns: bool, training: bool, trained: bool = True) -> None:
-        """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
+        """A root module is called; `learns`: with gradients, `trained`: by an optimizer."""
         alone = not self._stack
         self._between = REST
         self.push(FORWARD)
@@ -295,7 +286,7 @@ class Recorder:
             self._open.samples = (self._open.samples or 0) + samples
 
     def _call_it_evaluation(self) -> None:
-        """What came since training's last phase was evaluation, from its first batch or forward pass on."""
+        """What came since training's last phase was evaluation, from the first batch or forward pass on."""
         pieces, since = self._open.pieces, self._evaluation.since
         begun = False
         for piece in pieces[since:]:
@@ -312,7 +303,7 @@ class Recorder:
         pieces[:] = joined
         self._evaluation.called(len(pieces))
 
-    # -- steps -------------------------------------------------------------------------------------
+    # -- steps
 
     def optimizer_begins(self) -> int:
         """An optimizer's step begins; its depth among the phases, for `leave`."""
@@ -356,14 +347,14 @@ class Recorder:
         self._open.closely = not self.light
         self.marking = self._gpu is not None and not self.light
         if not self.light and self.steps >= self._sampling.at_first:
-            # Not every n-th step: waits that come round with the workers would be met always, or never.
+            # Not every n-th step: waits that come round with the workers would always be met, or never.
             self._closely_at = self.steps + 1 + self.steps * 7919 % (2 * self._closely_every - 1)
         if self.marking:
             self._mark()
         self._send()
 
     def set_kind(self, kind: str) -> None:
-        """Say what the open step is, when it is not plain training: xray, replay, resident …"""
+        """Say what the open step is, where it is not plain training: xray, replay, resident …"""
         if self.light:
             self.look_closely()
         self._open.kind = kind
@@ -401,7 +392,7 @@ class Recorder:
             self._open.crowd_s[name] = self._open.crowd_s.get(name, 0.0) + now_s - start_s
 
     def _mark(self) -> int | None:
-        """Drop an event; its index, or None when there are enough of them or none can be had now."""
+        """Drop an event; its index, or None where there are enough of them or none can be had now."""
         marks, mark = self._open.marks, None
         if self._gpu is not None and len(marks) < SPANS_A_STEP:
             mark = self._gpu.mark(begins=not marks)
@@ -412,7 +403,7 @@ class Recorder:
         return len(marks) - 1
 
     def _begin_training(self) -> None:
-        """What came before is the set-up. The first step, in which much happens only once, is the warm-up."""
+        """What came before is the set-up. The first step, where much happens only once, is the warm-up."""
         self._cut(self.clock())
         self._closed = -1
         self._close()
@@ -431,9 +422,9 @@ class Recorder:
             self._closely_s = min(self._closely_s, own_s)
             self._close_looks += 1
             sampling = self._sampling
-            share = sampling.later_share if self._close_looks > sampling.known_after else sampling.share
+            share = sampling.share if self._close_looks <= _KNOWN_AFTER else sampling.later_share
             every = round(self._closely_s / (share * wall_s))
-            self._closely_every = max(sampling.often, min(sampling.seldom, every))
+            self._closely_every = max(1, min(sampling.seldom, every))
 
     def _send(self, all_of_them: bool = False) -> None:
         while self._waiting:
@@ -457,9 +448,9 @@ class Recorder:
 class _Evaluation:
     """Tells evaluation from training by what follows.
 
-    A forward pass without gradients may be either: a teacher inside a step, or part of a validation. So it
-    is only suspected at first. If a training forward or a backward pass follows, it was part of training.
-    If the same loader is asked for its next batch, or training's loader comes back, it was evaluation.
+    A forward pass without gradients may be a teacher's inside a step, or part of a validation: it is suspected. If a
+    training forward or a backward pass follows, it was part of training; if the same loader is asked for its next
+    batch, or training's loader comes back, it was evaluation.
     """
 
     def __init__(self) -> None:
@@ -468,8 +459,7 @@ class _Evaluation:
         self.suspected = False
         self.train_loaders: set[int] = set()
         self.side_by_side = 1  # of them, that training reads from at the same time
-        # Samples that came, by loader, and are not yet known to be for training.
-        self._in_hand: dict[int, int] = {}
+        self._in_hand: dict[int, int] = {}  # samples not yet known to be for training, by loader
         self._last: int | None = None
         self._fed_by: int | None = None  # the loader behind the suspected forward pass
         self.is_sure = False  # if training goes on, what is suspected was evaluation all the same
@@ -487,8 +477,7 @@ class _Evaluation:
             self._in_hand[loader] = self._in_hand.get(loader, 0) + samples
 
     def suspect(self, *, surely: bool) -> None:
-        """A forward pass that may be evaluation; `surely` where only a batch at hand would make it
-        training."""
+        """A forward pass that may be evaluation; `surely` where only a batch at hand can make it training."""
         self.suspected = True
         self.is_sure = self.is_sure or (surely and not self._in_hand)
         self._fed_by = self._last if self._in_hand else None
@@ -504,13 +493,13 @@ class _Evaluation:
         return loader is not None and loader != self._fed_by and loader in self.train_loaders
 
     def called(self, pieces: int) -> None:
-        """What came before has been called evaluation; it goes on until training shows itself."""
+        """What came before was evaluation, which goes on until training shows itself."""
         self._in_hand = {k: n for k, n in self._in_hand.items() if k in self.train_loaders and k != self._fed_by}
         self._begin_anew(pieces, evaluated=self._fed_by)
         self.on = True
 
     def asked(self, loader: int, *, learns: bool) -> None:
-        """`loader` is asked for a batch. If it is training's own, or not known yet, training may go on."""
+        """`loader` is asked for a batch. If it is training's, or not known yet, training may go on."""
         if learns and (loader in self.train_loaders or self._evaluated not in (None, loader)):
             self.on = False
         elif self.on:
@@ -533,12 +522,12 @@ class _Evaluation:
 
 
 class _Cycle:
-    """Which optimizer ends a step, where several take turns: the last one before the first is called again."""
+    """Which of several optimizers ends a step: the last one before the first is called again."""
 
     def __init__(self) -> None:
         self._closer: int | None = None
         self._others: list[int] = []  # that have stepped since it did
-        self.only: int | None = None  # where there is but one, and it is known to end a step
+        self.only: int | None = None  # where there is one, and it is known to end a step
 
     @property
     def settled(self) -> bool:
@@ -559,10 +548,8 @@ class _Cycle:
             self._closer = self._others[-1]
             self._others.clear()
             return optimizer == self._closer
-        self._closer, self._others = (
-            None,
-            [optimizer],
-        )  # twice without the one that used to end a step: that one is gone
+        self._closer = None  # the one that used to end a step has not come: it is gone
+        self._others = [optimizer]
         return True
 
 

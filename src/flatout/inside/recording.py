@@ -1,7 +1,6 @@
 """One training process being recorded: what is measured, and the trace it is written to.
 
-Nothing is written before the first optimizer step, so a process that never trains leaves no file. Whatever
-goes wrong here is said once and switched off, and the user's run goes on.
+Nothing is written before the first optimizer step: a process that never trains leaves no file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch.utils.data.dataloader as torch_loader
 
 from flatout.inside import run_facts
 from flatout.inside.changes.ledger import Ledger
-from flatout.inside.loader_workers import Meters
+from flatout.inside.loaders import LoaderNotes, Meters
 from flatout.inside.patches import Patches, Stage
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
@@ -86,7 +85,7 @@ class Process:
             self.recording.abandon()
 
     def _before_fork(self) -> None:
-        """A thread that is at work while its process forks may leave a lock held in the child."""
+        """A thread at work while its process forks may leave a lock held in the child."""
         self._paused = None
         if self.recording is not None and self.recording.stacks.running:
             self._paused = self.recording.stacks
@@ -128,7 +127,7 @@ class Recording:
         self.settings = settings
         self.closed = False
         self.next_look = 0  # the step after which `step_ended` is to be called next
-        self.loaders = run_facts.LoaderNotes()
+        self.loaders = LoaderNotes()
         self.autocast: set[str] = set()  # the types of mixed precision that were seen
         self._writer: TraceWriter | None = None
         self._early: list[Step | LightSteps] = []
@@ -138,7 +137,7 @@ class Recording:
         self.recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=LossReader(), sampling=sampling)
         self._exchange: GradientExchange | None = None
         self._parallel: ParallelFacts | None = None
-        self._last_optimizer: Callable[[], Any] = lambda: None  # its parameters may be many: they are not held here
+        self._last_optimizer: Callable[[], Any] = lambda: None  # weak: its parameters may be many
         self._optimizer_facts = OptimizerFacts()
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self._xray: XraySchedule | None = None
@@ -156,16 +155,7 @@ class Recording:
         if options.trial is not None:  # the changes that it tries may compile
             self.attention.leave()
         if bounded:
-            from flatout.inside.trial import BoundedRun
-
-            self._bounded = BoundedRun(
-                options, self.recorder, self._xray, alone=_is_alone, turns=self._turns_of_changes()
-            )
-            self.ceiling = self._bounded.ceiling
-        if self.ceiling is not None:
-            changes = process.patches.subscriber(Stage.CHANGE, self._time.failed)
-            self.ceiling.install(changes)
-            self._time.on_leaving(changes.leave)
+            self._bound()
         self.stacks = StackSampler(
             lambda: self.recorder.thread,
             lambda: self.recorder.phase,
@@ -177,6 +167,18 @@ class Recording:
             self.stacks.start()
         atexit.register(self._close_at_exit)
 
+    def _bound(self) -> None:
+        """This run has an end, and may have a ceiling to measure."""
+        from flatout.inside.trial import BoundedRun
+
+        turns = self._turns_of_changes()
+        self._bounded = BoundedRun(self.options, self.recorder, self._xray, alone=_is_alone, turns=turns)
+        self.ceiling = self._bounded.ceiling
+        if self.ceiling is not None:
+            changes = self._process.patches.subscriber(Stage.CHANGE, self._time.failed)
+            self.ceiling.install(changes)
+            self._time.on_leaving(changes.leave)
+
     def _turns_of_changes(self) -> LiveTurns | None:
         """The changes that this trial decides in turns."""
         trial, applied = self.options.trial, self._process.applied
@@ -186,7 +188,7 @@ class Recording:
 
         return LiveTurns(applied, trial.turns, self.options.folder)
 
-    # -- what Timing tells -------------------------------------------------------------------------
+    # -- what Timing tells
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass, and perhaps to start its workers."""
@@ -194,7 +196,7 @@ class Recording:
         self.loaders.pass_begins(number, loader)
 
     def step_ended(self, optimizer: Any) -> None:
-        """A training step is over: the few things that happen once, each at its step, and then a rare look."""
+        """A training step is over: things that happen once, each at its step, and then a rare look."""
         self._last_optimizer = weakref.ref(optimizer)
         recorder, bounded, applied, xray = self.recorder, self._bounded, self._process.applied, self._xray
         if bounded is not None:
@@ -231,7 +233,7 @@ class Recording:
         threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
         raise SystemExit(0)
 
-    # -- writing -----------------------------------------------------------------------------------
+    # -- writing
 
     def _answer_if_asked(self) -> None:
         """Where no step comes, the launcher asks what this process is doing."""
@@ -299,7 +301,7 @@ class Recording:
             self._optimizer_facts = run_facts.optimizer_facts(optimizer)
 
     def own_cost(self) -> OwnCost:
-        """What measuring has cost so far: the recorder's time, and its writer's on a thread of its own."""
+        """What measuring has cost so far; writing happens on a thread of its own."""
         steps = max(1, self.recorder.steps)
         measuring_us = self.recorder.own_s / steps * 1e6
         writing_us = (self._writer.busy_s if self._writer is not None else 0.0) / steps * 1e6
@@ -312,10 +314,10 @@ class Recording:
         if self._writer is not None:
             self._writer.write(record)
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- the end
 
     def _close_at_exit(self) -> None:
-        """Python itself keeps the exception that ended a script; in a notebook it may be one of hours ago."""
+        """Python keeps the exception that ended a script; in a notebook it may be an old one."""
         if "ipykernel" in sys.modules:
             self.close()
         else:
@@ -361,7 +363,7 @@ class Recording:
         self._note(text)
 
     def abandon(self) -> None:
-        """Take everything off and write nothing more: this is another process than the one that was recorded."""
+        """Take everything off and write nothing more: this is another process."""
         self.closed = True
         self._take_off()
 
@@ -371,7 +373,7 @@ class Recording:
 
 
 def _rank_and_world_size() -> tuple[int, int]:
-    """This process among those that train together. A launcher says so by the environment, or else torch knows."""
+    """This process among those that train together, as torch or the launcher's environment says."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0

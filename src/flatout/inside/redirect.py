@@ -1,14 +1,9 @@
 """Keeps a trial's files apart where no overlay can be mounted: what Python writes goes to a scratch folder.
 
-A path under a covered folder has a shadow in the scratch folder. Writing goes to the shadow (a file that is
-appended to is copied there first), removing leaves a mark, and reading prefers the shadow where there is
-one. The marks are files, so all processes of the command agree. Links, open folders (`dir_fd`) and
-/proc/self/cwd are followed first.
-
-Not caught are writers in C that open files themselves (except torch.save and safetensors), other programs,
-and a Python that was started without our environment: launch compares the folders afterwards.
-
-Standard library only: this is at work before torch is imported.
+A path under a covered folder has a shadow there. Writing goes to the shadow (a file that is appended to is copied
+first), removing leaves a mark, and reading prefers the shadow. The marks are files: all processes of the command
+agree. Not caught are writers in C (but torch.save and safetensors), other programs, and a Python that was started
+without our environment: launch compares the folders afterwards. Standard library only: torch comes later.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ class Shadows:
         self._known: dict[str, str] = {}  # folders without links, by the paths that lead to them
 
     def of(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Where a path leads to, but for a link that is its last part; where that is covered."""
+        """Where a path leads to, if that is covered; a link that is its last part is not followed."""
         if isinstance(path, int) or path is None:
             return None
         path = _under(os.fsdecode(path), dir_fd)
@@ -115,7 +110,7 @@ class Shadows:
     def _folder(self, path: str) -> str:
         """An absolute path to a folder, without its links."""
         if path not in self._known:
-            if path.startswith("/proc") or len(self._known) > _MOST_KNOWN:  # the one changes, the other is bounded
+            if path.startswith("/proc") or len(self._known) > _MOST_KNOWN:  # /proc changes
                 return self._without_links(path)
             self._known[path] = self._without_links(path)
         return self._known[path]
@@ -136,8 +131,7 @@ class Shadows:
         return place
 
     def _link(self, place: str) -> str | None:
-        """What a link leads to, as the script sees it, which may have made or removed it; None for anything
-        else."""
+        """What a link leads to, as the script sees it; None for anything else."""
         shadow = self._shadows + place
         if _exists(shadow):
             return _link(shadow)
@@ -154,7 +148,7 @@ class Shadows:
         raise _problem(errno.ELOOP, name)
 
     def remove(self, name: str, how: Callable[[str], None] = _remove) -> None:
-        """Remove what the script sees under this name; from now on the user's own is not to be seen."""
+        """Remove what the script sees under this name; the user's own is hidden from now on."""
         if not self._sees(name, _exists):
             raise _problem(errno.ENOENT, name)
         if _exists(self._shadows + name):
@@ -182,7 +176,7 @@ class Shadows:
         if _link(there) is not None:
             _remove(there)
         if _is_folder(self.read(source, follow=False)):
-            # Both are redirected: the user's own files are read, and the shadow's are written and removed.
+            # Both are redirected: the user's files are only read.
             shutil.copytree(source, there, symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(source)
         else:
@@ -226,8 +220,7 @@ class Shadows:
         return is_there(self._shadows + name) or (is_there(name) and not self._is_removed(name))
 
     def _is_removed(self, name: str) -> bool:
-        """Whether this, or a folder it lies in, has been removed (what came there later lies in the
-        shadow)."""
+        """Whether this, or a folder it lies in, was removed; what came later lies in the shadow."""
         mark = self._removed
         for part in name.split("/")[1:]:
             mark = f"{mark}/{part}"
@@ -317,7 +310,7 @@ def _elsewhere(function: Any, find: Callable[..., str], name: str, *args: Any, *
 
 
 def _redirected(function: Any, shadows: Shadows, covered: Callable[..., Any], *, descriptors: bool = False) -> Any:
-    """The same, but for a covered path something else; with `descriptors` for an open file of the user's, too."""
+    """The same, but something else for a covered path, and with `descriptors` for an open file."""
 
     @functools.wraps(function)
     def redirected(path: Any = ".", *args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,18 @@
 """The modules a script calls: which they are, and what goes around each call of one.
 
-Every module is noted (weakly) when it is made. A mark on a module stands where it keeps its compiled call
-(`_compiled_call_impl`): pickling and copying leave that out, and it works around a compiled module from the
-outside.
+Every module is noted (weakly) when it is made. A mark stands where a module keeps its compiled call
+(`_compiled_call_impl`), which pickling and copying leave out.
 
-    timed    after the first step, the modules that are part of no other. A hook on every layer would cost more than
-             the layer. Of those that are trained but never called (a LightningModule calls its parts) the children.
+    timed    after the first step, the modules that are part of no other; the parts of those that are never called
+             (a LightningModule). A hook on every layer would cost more than the layer.
     changed  when an optimizer is made, every module that holds some of its parameters is armed. The outermost one that
-             is called fires first: it is a root, its parts are disarmed, and a plan's changes go around its calls.
-             What the script compiles is disarmed first and, if it is a module, armed again as a whole.
+             is called is a root: its parts are disarmed, and a plan's changes go around its calls. What the script
+             compiles is disarmed first and, if it is a module, armed again as a whole.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import weakref
@@ -34,8 +34,7 @@ Around = Callable[[Any, Call], Call]  # (module, how it is called) -> how it is 
 
 
 class WeakIdMap:
-    """Things and a value for each, for as long as they live. By identity: the user's own `==` does not
-    count."""
+    """Things and a value for each, for as long as they live; by identity, not by the user's own `==`."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
@@ -66,8 +65,8 @@ class RootModules:
         self._time: Subscriber | None = None
         self.recorder: Any = None
         self._looks = 0
-        self._not_before = 1.0  # a look at the modules, by the count of steps
-        self.next_look = 1.0  # never, where none have been made or compiled since the last
+        self._not_before = 1.0  # so many steps, no look at the modules
+        self.next_look = 1.0  # infinite where none were made or compiled since the last
         self._trained: set[int] = set()
         self.inside_timed = False
         self._changes: Subscriber | None = None
@@ -77,8 +76,7 @@ class RootModules:
         self.inside_changed = False
 
     def note_living(self) -> None:
-        """Note the modules that are there already, by looking through all objects: slow, for a late start
-        only."""
+        """Note the modules that are there already, by looking through all objects: slow."""
         module = torch.nn.Module
         for thing in gc.get_objects():
             if issubclass(type(thing), module):  # isinstance would load lazy objects
@@ -93,7 +91,7 @@ class RootModules:
         self.next_look = self._not_before
         self.made.put(module)
 
-    # -- timed -------------------------------------------------------------------------------------
+    # -- timed
 
     def start_timing(self, time: Subscriber, recorder: Recorder) -> None:
         """Time the calls of root modules for this recorder, until `time` leaves."""
@@ -112,7 +110,7 @@ class RootModules:
                 mark.take_off_if_idle()
 
     def find(self, optimizer: Any) -> None:
-        """Look at the modules: after the first steps, and later, ever more rarely, when some were made."""
+        """Look at the modules: after the first steps, and ever more rarely when more were made."""
         self._looks += 1
         steps = self.recorder.steps
         if self._looks < _LOOKS:
@@ -143,7 +141,7 @@ class RootModules:
         mark.trained = any(id(p) in self._trained for p in module.parameters())
 
     def is_untimed(self) -> bool:
-        """Whether a call is none of ours to time: it is inside another, in another thread, or all is over."""
+        """Whether a call is not to be timed: it is inside another, in another thread, or all is over."""
         return self.inside_timed or self._time is None or self._time.off or get_ident() != self.recorder.thread
 
     def begin(self, *, learns: bool, training: bool, trained: bool) -> None:
@@ -161,7 +159,7 @@ class RootModules:
         if self._time is not None and not self._time.off:
             self._time.guarded(self.recorder.pop)
 
-    # -- changed -----------------------------------------------------------------------------------
+    # -- changed
 
     def start_changing(self, changes: Subscriber, around: Around) -> None:
         """Have `around` say, once for each root module, how it is to be called."""
@@ -170,9 +168,9 @@ class RootModules:
         changes.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
         changes.around("torch.compile", self._script_compiles)
         changes.around(f"{_MODULE}.compile", self._script_compiles_in_place)
-        changes.on_leaving(self._stop_changing)
+        changes.on_leaving(self._disarm_all)
 
-    def _stop_changing(self) -> None:
+    def _disarm_all(self) -> None:
         for module in self.made:
             self._disarm_one(module)
 
@@ -223,8 +221,7 @@ class RootModules:
                 self._arm(compiled)
             return compiled
         self._script_compiles_functions = True  # what it calls is not known: nothing of ours may be in there
-        for module in self.made:
-            self._disarm_one(module)
+        self._disarm_all()
         return call(model, *args, **kwargs)
 
     def _script_compiles_in_place(self, call: Call, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +236,7 @@ class RootModules:
         return result
 
     def first_call(self, module: Any, call: Call) -> Call:
-        """A root is called for the first time: its parts are no roots. How it is to be called from now on."""
+        """A root, whose parts are none, is called for the first time: how it is to be called from now on."""
         assert self._changes is not None
         assert self._around is not None
         for part in module.modules():
@@ -249,8 +246,7 @@ class RootModules:
 
 
 class _Mark:
-    """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes
-    None."""
+    """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes None."""
 
     __slots__ = ("_module", "_roots", "armed", "called", "changed", "inner", "timed", "trained")
 
@@ -275,7 +271,7 @@ class _Mark:
         if is_dynamo_compiling():
             return call(*args, **kwargs)
         if self.armed:
-            call = self._call_changed
+            call = functools.partial(self._call_changed, module, call)
         if not self.timed:
             return call(*args, **kwargs)
         roots = self._roots
@@ -291,10 +287,8 @@ class _Mark:
         finally:
             roots.end()
 
-    def _call_changed(self, *args: Any, **kwargs: Any) -> Any:
-        module, roots = self._module(), self._roots
-        assert module is not None, "a module is calling itself"
-        plain: Call = self.inner if self.inner is not None else module._call_impl
+    def _call_changed(self, module: Any, plain: Call, /, *args: Any, **kwargs: Any) -> Any:
+        roots = self._roots
         if roots.inside_changed:
             return plain(*args, **kwargs)
         if self.changed is None:
@@ -306,7 +300,7 @@ class _Mark:
             roots.inside_changed = False
 
     def take_off_if_idle(self) -> None:
-        """Leave the module as it was, where nothing is to be done at its calls and nobody's mark is on top."""
+        """Leave the module as it was, where nothing is to be done at its calls."""
         module = self._module()
         if self.timed or self.armed or module is None or _mark_of(module) is not self:
             return
@@ -331,8 +325,7 @@ def _is_compiled(module: Any) -> bool:
 
 
 def _called_parts(module: Any) -> Iterable[Any]:
-    """The modules right below, looking through lists and dicts of modules, which are never called
-    themselves."""
+    """The modules right below, and those in lists and dicts of modules, which are never called themselves."""
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
             yield from child.children()

@@ -1,14 +1,8 @@
-"""Where a thread spends its time, by line: its Python stack, looked at now and then from a thread of ours.
+"""Where a thread spends its time, by line: a thread of ours looks at its Python stack, every 10 ms at first, later
+every 125 ms. A look stands for the time since the one before, in the phase that it falls into.
 
-    thread of ours ── every 10 ms at first, later every 125 ms ──► stack of the watched thread
-                      credited with the time since the last look, under the phase it fell into
-
-The interpreter hands over at calls and at turns of a loop, never in the middle of an operator. So a look falls
-on the line that called, that computed in C without the interpreter's lock, or that began a turn. The time of an
-operator on plain Python objects is seen at the next call of the same function: the function is certain then,
-the line is not.
-
-What is kept are code objects and numbers, never a frame: a frame would keep the script's tensors alive.
+The interpreter hands over at calls and turns of a loop, so time in operators on plain Python objects shows at the next
+call of the same function. Code objects and numbers are kept, never frames: those would keep the script's tensors alive.
 """
 
 from __future__ import annotations
@@ -35,42 +29,39 @@ from flatout.redact import redact_text
 
 DENSE_S, DENSE_EVERY_S, SPARSE_EVERY_S = 10.0, 0.01, 0.125
 _LOOKS_A_SECOND = 8
-# A thread gives up the interpreter's lock after this long, when another one asks for it. At the usual 5 ms, a line
-# that holds it for less is never seen.
+# How long a thread keeps the interpreter's lock when another asks: at the usual 5 ms, shorter lines are never seen.
 _DENSE_SWITCH_S = 1e-4
 _DEEPEST = 128  # frames of a stack
-_MOST_STACKS = 300  # in a record
-_MOST_KEPT = 4000
-_GOLDEN = 0.6180339887  # its multiples fall between each other, never in step with the training
+_MOST_STACKS, _MOST_KEPT = 300, 4000  # in a record, in memory
+_GOLDEN = 0.6180339887  # its multiples never keep step with the training
 
 Line = tuple[CodeType, int]
 Key = tuple[str, tuple[Line, ...]]  # phase, and lines, outermost first
 
 _OURS = str(Path(__file__).parents[1])
-_BENEATH = (_OURS, str(Path(torch.__file__).parent), "<")  # where no call is written that is to be named
-# What a stack shows of the phase, where the recorder did not look closely: file, function.
+_LIBRARY_CODE = (_OURS, str(Path(torch.__file__).parent), "<")
+# The phase that a stack shows where the recorder did not look closely: file, function.
 _PHASE_OF_CALL = (
     ("torch/nn/functional.py", None, "loss"),
     ("torch/nn/modules/module.py", "_wrapped_call_impl", "forward"),
     ("torch/autograd/__init__.py", "backward", "backward"),
     ("torch/optim/optimizer.py", "wrapper", "optimizer"),
 )
-# What a stack may pass through in forward, and what its time is called then.
+# Files that a forward pass may go through, and what its time is called then.
 _PASSES = {"torch/utils/checkpoint.py": "checkpoint", "torch/nn/parallel/data_parallel.py": "data parallel"}
 # Packages that start a training and are none themselves.
 _LAUNCHERS = ("torch", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "ipykernel")
-# What a process runs that starts trainings and waits for them.
+# A process that runs one of these only starts trainings and waits for them.
 _STARTS_OTHERS = ("torch/distributed/run.py", "accelerate/commands/launch.py", "deepspeed/launcher/launch.py")
-# Where a loader worker begins; what lies outside it is the training process that was forked.
+# Where a loader worker begins; what lies outside is the training process that was forked.
 _WORKER_BEGINS = ("torch/utils/data/_utils/worker.py", "flatout/feed/worker.py")
 
 
 class StackSampler:
     """Looks at the stack of one thread from `start` to `stop`.
 
-    `phase` says what that thread is doing, None where it is not to be looked at. The dense looks begin with the
-    first phase in `dense`: the start of a training may take longer than they do. `now_and_then` is called from the
-    thread that looks, about once a second.
+    `phase` says what that thread is doing; None: do not look. Dense looks begin when the phase is another than
+    `sparse_phase`. `now_and_then` is called about once a second.
     """
 
     def __init__(
@@ -82,12 +73,10 @@ class StackSampler:
         dense_s: float = DENSE_S,
         now_and_then: Callable[[], None] = lambda: None,
     ) -> None:
-        self._thread, self._phase = thread, phase
-        self._sparse_phase = sparse_phase
+        self._thread, self._phase, self._sparse_phase = thread, phase, sparse_phase
         self._dense_left_s = dense_s
         self._now_and_then = now_and_then
-        self._dense = False
-        self._users_switch_s: float | None = None
+        self._users_switch_s: float | None = None  # while looks are dense
         self._seen: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])  # seconds, looks
         self._passed_s: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
@@ -107,7 +96,7 @@ class StackSampler:
         self._runner.start()
 
     def stop(self) -> None:
-        """Look no more, until the next start; safe to call twice."""
+        """Pause until the next start; safe to call twice."""
         self._stopping.set()
         if self._runner is not None and self._runner.is_alive():
             self._runner.join(1.0)
@@ -126,21 +115,20 @@ class StackSampler:
             self._look_densely(False)
 
     def _pause_s(self) -> float:
-        every_s = DENSE_EVERY_S if self._dense else SPARSE_EVERY_S
+        every_s = SPARSE_EVERY_S if self._users_switch_s is None else DENSE_EVERY_S
         return every_s * (0.5 + self.looks * _GOLDEN % 1.0)
 
     def _look_densely(self, dense: bool) -> None:
-        if dense == self._dense:
-            return
-        self._dense = dense
-        if dense:
+        before_s = self._users_switch_s
+        if dense and before_s is None:
             self._users_switch_s = sys.getswitchinterval()
             sys.setswitchinterval(_DENSE_SWITCH_S)
-        elif self._users_switch_s is not None and abs(sys.getswitchinterval() - _DENSE_SWITCH_S) < 1e-6:
-            sys.setswitchinterval(self._users_switch_s)  # unless the script has set its own meanwhile
+        elif before_s is not None and not dense:
+            self._users_switch_s = None
+            if abs(sys.getswitchinterval() - _DENSE_SWITCH_S) < 1e-6:  # else the script has set its own
+                sys.setswitchinterval(before_s)
 
     def _look(self, seconds: float) -> None:
-        """One look, which stands for the time since the one before: a late one for those that it missed."""
         self.looks += 1
         phase = self._phase()
         if phase is None:
@@ -184,7 +172,7 @@ class StackSampler:
 
 
 def _largest(seen: dict[Key, list[float]], most: int) -> defaultdict[Key, list[float]]:
-    """The same with at most so many stacks: of the others only their phase is kept."""
+    """At most so many stacks; the time of the others stays under their phase, without lines."""
     kept: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])
     ranked = sorted(seen.items(), key=lambda item: -item[1][0])
     for place, ((phase, lines), (seconds, looks)) in enumerate(ranked):
@@ -195,14 +183,12 @@ def _largest(seen: dict[Key, list[float]], most: int) -> defaultdict[Key, list[f
 
 
 def in_words(thread: int) -> str:
-    """Where a thread is: the innermost line of the user's, and what it called in a library; empty where there is none
-    of the user's, and of a process that only starts and watches others."""
+    """The innermost line of the user's in a thread, and what it called in a library; empty where there is none, and in
+    a process that only starts others."""
     stack = lines_of(thread)
     lines = shown(stack)
-    if any(code.co_filename.endswith(_STARTS_OTHERS) for code, _ in stack):
-        return ""
     own = [line for line in lines if is_own(line[0].co_filename)]
-    if not own:
+    if not own or any(code.co_filename.endswith(_STARTS_OTHERS) for code, _ in stack):
         return ""
     frame = _frame(*own[-1])
     where = f"{frame.where} {frame.function}".removesuffix(" <module>")
@@ -213,7 +199,7 @@ def in_words(thread: int) -> str:
 
 
 def lines_of(thread: int) -> list[Line]:
-    """The stack of a thread, innermost line first; empty if it has ended."""
+    """The stack of a thread, innermost line first; empty if the thread has ended."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return []
@@ -221,10 +207,10 @@ def lines_of(thread: int) -> list[Line]:
 
 
 def shown(stack: Iterable[Line]) -> tuple[Line, ...]:
-    """What is kept of a stack, outermost first: the user's own lines, what the innermost of them called in a
-    library, and where that has come to."""
+    """What is kept of a stack, outermost first: the user's own lines, the first call into a library from there, and
+    the innermost one."""
     own: list[Line] = []
-    beyond: list[Line] = []  # inside the innermost line of the user's
+    library: list[Line] = []  # inside the innermost line of the user's
     for line in stack:
         filename = line[0].co_filename
         if filename.endswith(_WORKER_BEGINS):
@@ -232,8 +218,8 @@ def shown(stack: Iterable[Line]) -> tuple[Line, ...]:
         if is_own(filename):
             own.append(line)
         elif not own and not filename.startswith((_OURS, "<")):
-            beyond.append(line)
-    called = beyond[-1:] + (beyond[:1] if len(beyond) > 1 else [])
+            library.append(line)
+    called = library[-1:] + (library[:1] if len(library) > 1 else [])
     return (*reversed(own), *called)
 
 
@@ -253,7 +239,7 @@ def is_own(filename: str) -> bool:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """The folders of installed packages and of the standard library, those inside others first."""
+    """The folders of installed packages and of the standard library, the innermost first."""
     folders = {*site.getsitepackages(), site.getusersitepackages()}
     folders |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
@@ -262,13 +248,11 @@ def _libraries() -> tuple[str, ...]:
 
 
 def _passed(stack: Iterable[Line]) -> set[str]:
-    """What the stack passes through, by the files that are in it."""
-    files = {code.co_filename for code, _ in stack}
-    return {name for file, name in _PASSES.items() if any(path.endswith(file) for path in files)}
+    return {name for code, _ in stack for file, name in _PASSES.items() if code.co_filename.endswith(file)}
 
 
 def _phase_of(stack: Iterable[Line]) -> str | None:
-    """The outermost call of torch that tells."""
+    """The phase that the outermost call of torch shows."""
     found = None
     for code, _ in stack:
         if "torch" in code.co_filename:
@@ -286,7 +270,7 @@ def _frame(code: CodeType, number: int) -> Frame:
 
 
 def _function(code: CodeType) -> str:
-    """The name of a function; a comprehension counts as the function that it is written in."""
+    """The name of a function; a comprehension has that of the function around it."""
     name: str = getattr(code, "co_qualname", code.co_name)
     parts = [part for part in name.split(".") if part != "<locals>"]
     while len(parts) > 1 and parts[-1].startswith("<"):
@@ -296,7 +280,7 @@ def _function(code: CodeType) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _path(filename: str) -> str:
-    """How a file is named in a report."""
+    """How a report names a file."""
     for folder in (*_libraries(), f"{Path.cwd()}{os.sep}"):
         if filename.startswith(folder):
             return redact_text(filename[len(folder) :])
@@ -304,24 +288,20 @@ def _path(filename: str) -> str:
 
 
 def caller(beyond: tuple[str, ...] = ()) -> str | None:
-    """The file:line of the call: the innermost one that is neither in torch nor ours, nor in the paths `beyond`."""
+    """The file:line of a call: the innermost that is not in torch, in flatout, or in the paths `beyond`."""
     for frame, number in walk_stack(sys._getframe(2)):
         filename = frame.f_code.co_filename
-        if not filename.startswith(_BENEATH) and not (beyond and _path(filename).startswith(beyond)):
+        if not filename.startswith(_LIBRARY_CODE) and not (beyond and _path(filename).startswith(beyond)):
             return f"{_path(filename)}:{number}"
     return None
 
 
 def called_from(file: str) -> bool:
-    """Whether a call that is going on is written in a file whose path ends like this."""
+    """Whether a function of a file whose path ends like this is running in this thread."""
     return any(frame.f_code.co_filename.endswith(file) for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def raised_at(trace: TracebackType | None) -> str | None:
-    """The file:line where an exception left the user's code: its innermost line of their own."""
-    where = None
-    for frame, number in walk_tb(trace):
-        filename = frame.f_code.co_filename
-        if is_own(filename):
-            where = f"{_path(filename)}:{number}"
-    return where
+    """The innermost file:line of the user's own code that an exception went through."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(trace)]
+    return next((f"{_path(file)}:{number}" for file, number in reversed(lines) if is_own(file)), None)

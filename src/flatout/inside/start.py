@@ -1,5 +1,5 @@
-"""Runs in every Python process of a launched command, before the user's code. It waits for a few imports;
-nothing else happens in a process that never trains. Standard library only until torch is in.
+"""Runs in every Python process of a launched command, before the user's code, and waits for a few imports.
+Standard library only until torch is in.
 
     import torch ──────────────► recording.process.begin
     import argparse, yaml, json ─► Settings: what the script reads, as a plan has changed it
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.inside.changes.ledger import Ledger
-from flatout.launch.protocol import Options, new_folder, note_not_measured, write_down_signals
+from flatout.launch.protocol import Options, let_be_read, new_folder, note_not_measured, write_down_signals
 from flatout.model.errors import FlatoutError, UsageError
 from flatout.model.records import SettingsRead
 from flatout.redact import redact_setting, redact_text
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 OLDEST_TORCH = (2, 6)
 
 _CONFIG = re.compile(r"config|settings|options", re.I)
-_PYTHONS_OWN = os.path.dirname(os.__file__)  # noqa: PTH120  # there is a module about how Python itself was built
+_PYTHONS_OWN = os.path.dirname(os.__file__)  # noqa: PTH120  # sysconfig, for one
 _MOST_SETTINGS = 400
 _MOST_ITEMS = 50
 _MOST_SOURCES = 20
 _LONGEST_TEXT = 300
 
 
-# -- actions that follow the import of a module --------------------------------------------------------
+# -- actions that follow the import of a module
 
 
 class _AfterImport:
-    """A finder for the head of `sys.meta_path`: calls actions once certain modules have been executed."""
+    """A finder for the head of `sys.meta_path`: calls actions after the import of certain modules."""
 
     def __init__(self) -> None:
         self._actions: dict[str, list[Callable[[ModuleType], None]]] = {}
@@ -71,7 +71,7 @@ class _AfterImport:
         return spec
 
     def _act_after(self, name: str, loader: Any) -> None:
-        """Act once this loader has executed its module: not yet, as transformers only asks whether there is a torch."""
+        """Act once this loader has executed its module: some only ask whether there is a torch."""
         execute = loader.exec_module
 
         def execute_and_act(module: ModuleType) -> None:
@@ -91,7 +91,7 @@ def _safely(action: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def _not_measured(problem: Exception) -> None:
-    """Say why nothing is recorded of this process; once, if others of the command have the same reason."""
+    """Say why this process is not recorded; once for all processes with the same reason."""
     reason = str(problem)
     if not isinstance(problem, FlatoutError):
         reason = f"{type(problem).__name__}: {problem}"
@@ -105,7 +105,7 @@ _imports = _AfterImport()
 when_imported = _imports.when
 
 
-# -- the script's settings -----------------------------------------------------------------------------
+# -- the script's settings
 
 
 class Settings:
@@ -116,7 +116,7 @@ class Settings:
         self._looked_at_modules = False
 
     def loaded(self, source: str, file: Any, values: Any, options: dict[str, str] | None = None) -> None:
-        """Values have been read, from a `file` if it has a name. Those of installed packages are not the user's."""
+        """Values have been read, from a `file` if it has a name; those of installed packages do not count."""
         file = None if file is None else str(file)
         if file is not None and "-packages" in file:
             return
@@ -129,27 +129,25 @@ class Settings:
             self.read.append(entry)
 
     def arguments(self, parser: Any, namespace: Any) -> None:
-        """The command line has been parsed: remember it, with the option that sets each value."""
+        """The command line has been parsed: remember the values, with the option that sets each."""
         options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
         self.loaded("argparse", None, vars(namespace), options)
 
     def note_config_modules(self) -> None:
-        """Remember plain values of the user's own modules that are called config or settings (once)."""
+        """Remember, once, plain values of the user's modules that are called config or settings."""
         if self._looked_at_modules:
             return
         self._looked_at_modules = True
         here = str(Path.cwd())
         for name, module in sys.modules.copy().items():  # in one go: others import
+            path = getattr(module, "__file__", None) or ""
             if not _CONFIG.search(name.rpartition(".")[2]) or name.startswith("flatout."):
                 continue
-            path = getattr(module, "__file__", None)
-            if not path or path.startswith(_PYTHONS_OWN):
-                continue
-            if not (path.startswith(here) or os.path.dirname(path) in sys.path):  # noqa: PTH120
-                continue
-            plain = (bool, int, float, str, list, tuple, dict, type(None))
-            values = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, plain)}
-            self.loaded("python", path, values)
+            of_user = path.startswith(here) or os.path.dirname(path) in sys.path  # noqa: PTH120
+            if of_user and path and not path.startswith(_PYTHONS_OWN):
+                plain = (bool, int, float, str, list, tuple, dict, type(None))
+                values = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, plain)}
+                self.loaded("python", path, values)
 
 
 def _cut(value: Any, longest: int = _LONGEST_TEXT) -> Any:
@@ -198,7 +196,7 @@ def _record_loads(module: Any) -> None:
     module.load = load_and_note
 
 
-# -- the beginning of a recording ----------------------------------------------------------------------
+# -- the beginning of a recording
 
 settings = Settings()
 _readers: list[Knobs | Settings] = [settings]  # of settings; what a plan changes is done first
@@ -206,7 +204,7 @@ _started = False
 
 
 def start() -> None:
-    """Wait for torch (once a process). `FLATOUT=off` and processes not launched by flatout are left alone."""
+    """Wait for torch, once a process; nothing happens where flatout did not launch it."""
     global _started
     try:
         options = Options.from_environment(os.environ)
@@ -214,6 +212,8 @@ def start() -> None:
             return
         _started = True
         write_down_signals(os.environ)
+        if options.read_by is not None:
+            let_be_read(options.read_by)
         _redirect()
         changes = options.plan.changes if options.plan is not None else ()
         ledger = Ledger(changes)
@@ -271,18 +271,18 @@ def _begin(options: Options, ledger: Ledger, *, late: bool = False) -> Recording
     return process.begin(options, settings, ledger)
 
 
-# -- by hand -------------------------------------------------------------------------------------------
+# -- by hand
 
 
 class Attachment:
-    """A recording in progress. It ends with the process, with `close`, or with the `with` block."""
+    """A recording, which ends with the process, with `close`, or with the `with` block."""
 
     def __init__(self, folder: Path | None, recording: Recording | None) -> None:
         self.folder = folder
         self._recording = recording
 
     def close(self) -> None:
-        """Close the books: the trace in `folder` is whole (show it with `flatout report`)."""
+        """End the recording: the trace in `folder` is whole."""
         if self._recording is not None:
             self._recording.close()
 

@@ -1,10 +1,8 @@
-"""How a Recorder learns what the training thread does (Timing: the TIME stage of the patch layer), and what the
-GPU does meanwhile (CudaClock, LossReader).
+"""What a Recorder is told of the training thread (Timing: the TIME stage of the patch layer), and what the GPU does
+meanwhile (CudaClock, LossReader).
 
-In light steps, which are most, the wrappers do next to nothing: a batch and the end of a step go on the
-recorder's tape. If anything of ours raises, all of this is taken off, that is said once, and the script's
-calls go through. CUDA is touched by the training thread only, never while a graph is captured, and nothing
-waits for it.
+If anything of ours raises, all of this is taken off, that is said once, and the script's calls go through. CUDA is
+touched by the training thread only, never while a graph is captured, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 _LOADER = "torch.utils.data.dataloader.DataLoader"
 _ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 _MOMENT_S = 0.05
-_STEPS_TO_FOLLOW = 3  # so many optimizer steps in another thread, and we follow training there
+_STEPS_TO_FOLLOW = 3  # optimizer steps in another thread
 _LOSSES_IN_FLIGHT = 128
 
 Phase = Callable[..., str | None]
@@ -56,7 +54,7 @@ class Timing:
         self._loaders, self._numbers = WeakIdMap(), count(1)
         self._optimizers = WeakIdMap()
         self._optimizer_calls = 0
-        self._steps_elsewhere = 0
+        self._steps_elsewhere = 0  # optimizer steps in another thread, in a row
         self._pid = os.getpid()
 
     def install(self) -> None:
@@ -66,11 +64,11 @@ class Timing:
         time.time(f"{_ITERATOR}.__next__", self._next_batch)
         time.time("queue.Queue.get", self._get_from_queue)
         time.time("torch.autograd.backward", self._run_backward)
-        time.time("torch.autocast.__enter__", self._enter_autocast)
         time.time("torch.Tensor.to", self._move)
         time.around(f"{_LOADER}.__iter__", self._begin_pass)
         time.around("torch.compile", self._compile_and_time)
         time.around("torch.amp.grad_scaler.GradScaler.step", self._scaler_step)
+        time.before("torch.autocast.__enter__", self._note_autocast)
         time.before("os._exit", self._close_before_exit)
         time.after(
             "torch.optim.optimizer.Optimizer.__init__", lambda optimizer, *_, **__: self._optimizers.put(optimizer)
@@ -87,7 +85,7 @@ class Timing:
             "torch.Tensor.cuda": lambda tensor, *_, **__: _when(not tensor.is_cuda, COPY),
             "torch.Tensor.pin_memory": lambda *_, **__: _when(torch.cuda.is_initialized(), COPY),
             "torch.Tensor.copy_": lambda to, source, *_, **__: _when(_copies_to_gpu(to, source), COPY),
-            # Our own events say what waiting for them is.
+            # Events of ours name their phase.
             "torch.cuda.streams.Event.synchronize": lambda event: getattr(event, "phase", SYNC),
         }
         for patch in TABLE:
@@ -102,10 +100,7 @@ class Timing:
             self._recording.close()
 
     def _build_phase(self, phase: Phase, computes: bool, point: PatchPoint) -> Any:
-        """A call is timed as the phase that `phase(*arguments)` names; None lets it pass.
-
-        What `computes` is timed only in steps that are looked at closely.
-        """
+        """Time a call as what `phase(*arguments)` says, if it is not None; what `computes` not in light steps."""
         recorder, time = self._recorder, self._time
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +125,7 @@ class Timing:
 
         return timed
 
-    # -- data --------------------------------------------------------------------------------------
+    # -- data
 
     def _phase_of_result(self, future: Any, *_: Any, **__: Any) -> str | None:
         return _when(not (self._recorder.busy or future.done()), DATA)
@@ -156,7 +151,7 @@ class Timing:
         return iterator
 
     def _number_of(self, loader: Any) -> int:
-        """A number for each loader that is never given to another, as an id may be."""
+        """A number for each loader; an id may be given to another."""
         number: int | None = self._loaders.get(loader)
         if number is None:
             number = next(self._numbers)
@@ -167,7 +162,7 @@ class Timing:
         recorder, time = self._recorder, self._time
 
         def get(source: Any, *args: Any, **kwargs: Any) -> Any:
-            # A thread of the user's that prefetches hands its batches over by such a queue.
+            # Threads of the user's that prefetch hand their batches over by such a queue.
             if is_dynamo_compiling() or time.off or get_ident() != recorder.thread:
                 return point.call(source, *args, **kwargs)
             if recorder.busy or not recorder.steps:
@@ -185,26 +180,14 @@ class Timing:
 
     def _fetch(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A batch, fetched or replayed, with the waiting for it timed."""
-        recorder, ceiling = self._recorder, self._recording.ceiling
+        recorder, ceiling, learns = self._recorder, self._recording.ceiling, torch.is_grad_enabled()
         if loader in self._recording.loaders.watched:
             fetch = functools.partial(self._watched, loader, fetch)
         if recorder.light:
-            if loader in recorder.train_loaders and torch.is_grad_enabled():
-                start_s, batch, recorder.waiting = recorder.clock(), None, True
-                try:
-                    batch = fetch(*args, **kwargs)
-                    return batch
-                finally:
-                    recorder.waiting = False
-                    try:
-                        samples = None if batch is None else batch_size(batch) or 0
-                        recorder.tape.append((loader, start_s, recorder.clock(), samples))
-                        if ceiling is not None and batch is not None:
-                            ceiling.keep(loader, batch)
-                    except Exception as problem:
-                        self._time.failed(problem)
+            if learns and loader in recorder.train_loaders:
+                return self._fetch_lightly(loader, fetch, *args, **kwargs)
             self._guarded(recorder.look_closely)
-        self._guarded(recorder.fetching, loader, torch.is_grad_enabled())
+        self._guarded(recorder.fetching, loader, learns)
         samples = None
         try:
             batch = self._guarded(ceiling.batch, loader) if ceiling is not None else None
@@ -217,11 +200,27 @@ class Timing:
         finally:
             if not self._time.off:
                 self._guarded(recorder.fetched, samples)
-                tokens = self._recording.loaders.tokens
-                if samples and tokens.wants(loader, batch):
-                    self._guarded(recorder.as_own, functools.partial(tokens.look, loader, batch))
+                tokens = self._recording.loaders.tokens_of(loader)
+                if samples and tokens is not None and tokens.wants(batch):
+                    self._guarded(recorder.as_own, functools.partial(tokens.look, batch))
 
-    # -- forward, backward, optimizer --------------------------------------------------------------
+    def _fetch_lightly(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        recorder, ceiling = self._recorder, self._recording.ceiling
+        start_s, batch, recorder.waiting = recorder.clock(), None, True
+        try:
+            batch = fetch(*args, **kwargs)
+            return batch
+        finally:
+            recorder.waiting = False
+            try:
+                samples = None if batch is None else batch_size(batch) or 0
+                recorder.tape.append((loader, start_s, recorder.clock(), samples))
+                if ceiling is not None and batch is not None:
+                    ceiling.keep(loader, batch)
+            except Exception as problem:
+                self._time.failed(problem)
+
+    # -- forward, backward, optimizer
 
     def _run_backward(self, point: PatchPoint) -> Any:
         recorder, time = self._recorder, self._time
@@ -241,13 +240,9 @@ class Timing:
 
         return run_backward
 
-    def _enter_autocast(self, point: PatchPoint) -> Any:
-        def entered(region: Any) -> Any:
-            if not self._time.off and region._enabled and not is_dynamo_compiling():
-                self._recording.autocast.add(str(region.fast_dtype).removeprefix("torch."))
-            return point.call(region)
-
-        return entered
+    def _note_autocast(self, region: Any) -> None:
+        if region._enabled:
+            self._recording.autocast.add(str(region.fast_dtype).removeprefix("torch."))
 
     def _compile_and_time(self, call: Call, model: Any = None, *args: Any, **kwargs: Any) -> Any:
         compiled = call(model, *args, **kwargs)
@@ -256,7 +251,7 @@ class Timing:
         return self._around_compiled(model, compiled)
 
     def _around_compiled(self, function: Any, compiled: Any) -> Any:
-        """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters written to."""
+        """Time a compiled function. An optimizer step in it calls no hook: it shows by what was written to."""
         recorder, roots = self._recorder, self._roots
         steps_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
 
@@ -284,20 +279,19 @@ class Timing:
         return timed
 
     def _written(self) -> dict[int, int]:
-        """How often each optimizer's parameters have been written to; the first and the last of a group tell."""
-        ends = {
-            id(optimizer): [p for group in optimizer.param_groups for p in group["params"][:1] + group["params"][-1:]]
-            for optimizer in self._optimizers
-        }
-        return {optimizer: sum(parameter._version for parameter in some) for optimizer, some in ends.items()}
+        """How often each optimizer's parameters were written to; the first and the last of a group tell."""
+        written: dict[int, int] = {}
+        for optimizer in self._optimizers:
+            groups = [group["params"] for group in optimizer.param_groups]
+            written[id(optimizer)] = sum(p._version for group in groups for p in group[:1] + group[-1:])
+        return written
 
     def _install_optimizer_steps(self) -> None:
         recorder, time = self._recorder, self._time
-        # Steps that have begun, and how deep among the phases (0: not split); one may call another.
-        running: list[int] = []
+        running: list[int] = []  # steps that have begun, by their depth (0: not split); one may call another
 
         def leave_raised(frame: FrameType) -> None:
-            """Only steps whose frames are there still go on. (The frames are not held: they hold what callers have.)"""
+            """Only steps whose frames are there still go on; frames are not kept, as they hold what callers have."""
             going_on = _callers_like(frame)
             depths = [depth for depth in running[going_on:] if depth]
             del running[going_on:]
@@ -342,7 +336,7 @@ class Timing:
         return result
 
     def _stepped(self, optimizer: Any) -> None:
-        """An optimizer is through. The recording may end the run here, with an exception that is none of ours."""
+        """An optimizer is through. The recording may end the run here, by SystemExit."""
         recorder = self._recorder
         try:
             if recorder.optimizer_ended(id(optimizer)):
@@ -353,21 +347,21 @@ class Timing:
         except Exception as problem:
             self._time.failed(problem)
 
-    # -- copies -----------------------------------------------------------
+    # -- copies
 
     def _move(self, point: PatchPoint) -> Any:
         recorder = self._recorder
         timed = self._build_phase(_phase_of_move, False, point)
 
         def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            # The commonest call of all: in a light step it passes with as little ado as can be.
+            # The commonest call of all.
             if is_dynamo_compiling() or (recorder.light and not tensor.is_cuda):
                 return point.call(tensor, *args, **kwargs)
             return timed(tensor, *args, **kwargs)
 
         return to
 
-    # -- garbage collections -----------------------------------------------------------------------------
+    # -- garbage collections
 
     def _install_collections(self) -> None:
         recorder, time = self._recorder, self._time
@@ -383,9 +377,11 @@ class Timing:
                 time.guarded(recorder.pop)
 
         def report_or_raise(call: Call, unraisable: Any) -> None:
-            """A signal during a collection runs its handler in our callback, where nothing can be raised."""
+            """A signal during a collection runs its handler in our callback, where nothing can be raised.
+
+            It may come again while another's callback runs.
+            """
             problem = unraisable.exc_value
-            # It may come again while another's callback runs.
             if problem is not None and (unraisable.object is collecting or hasattr(problem, "_flatout_again")):
                 _raise_later(get_ident(), problem)
             else:
@@ -399,7 +395,7 @@ class Timing:
 def batch_size(batch: Any) -> int | None:
     """How many samples a batch has: the length of the first tensor or list found in it."""
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
-        return batch[0].shape[0]  # nearly always
+        return batch[0].shape[0]
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
     if isinstance(batch, list | tuple):
@@ -425,7 +421,7 @@ def tensors_in(batch: Any) -> list[Any]:
 
 
 def _phase_of_move(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
-    """What `tensor.to(*args, **kwargs)` is: a way back to the host, or a way to a GPU."""
+    """What `tensor.to(*args, **kwargs)` is: waiting for a GPU, or a copy to one."""
     target = kwargs.get("device", args[0] if args else None)
     if tensor.is_cuda:
         return _when(str(target) == "cpu", SYNC)
@@ -440,7 +436,7 @@ def _phase_of_reading(tensor: Any, *_: Any, **__: Any) -> str | None:
 
 
 def _call_from(script: FrameType, call: Call, args: Any, kwargs: Any) -> Any:
-    """Call as if it were written in this line of the script, which PyTorch's warnings then name, each line once."""
+    """Call as if this line of the script did: PyTorch's warnings then name it, each line once."""
     code = _CALL.replace(co_filename=script.f_code.co_filename, co_firstlineno=script.f_lineno)
     if "torch._dynamo.eval_frame" in sys.modules:
         sys.modules["torch._dynamo.eval_frame"].skip_code(code)
@@ -469,12 +465,12 @@ def _always(phase: str) -> Phase:
 
 
 def _raise_later(thread: int, problem: BaseException) -> None:
-    """Raise an exception in a thread a moment from now, from another thread: here and now it would be lost."""
+    """Raise an exception in a thread a moment from now, where it will not be lost."""
     kind: Any = type(problem)
     if hasattr(problem, "_flatout_again"):
         kind = kind.__base__
 
-    def like_the_problem(again: BaseException) -> None:  # the thread makes it, without arguments
+    def like_the_problem(again: BaseException) -> None:
         BaseException.__init__(again, *problem.args)
         vars(again).update(vars(problem))
         if isinstance(problem, SystemExit):
@@ -491,7 +487,7 @@ def _callers_like(frame: FrameType) -> int:
 
 
 def _skip_our_code(eval_frame: Any) -> None:
-    """The compiler need not look into functions of ours that run in the training thread."""
+    """Keep the compiler out of our functions that run in the training thread."""
     things: list[Any] = []
     for name, module in list(sys.modules.items()):
         if name.startswith("flatout.inside."):
@@ -505,15 +501,13 @@ def _skip_our_code(eval_frame: Any) -> None:
         eval_frame.skip_code(code)
 
 
-# -- the GPU's side ------------------------------------------------------------------------------------
+# -- the GPU's side
 
 
 class CudaClock:
-    """Drops events from a pool into the stream a step began in, and reads the time between neighbours once
-    they have passed.
+    """Drops events into the stream a step began in, and reads the time between neighbours once they have passed.
 
-    It stays with that stream: a loader that copies ahead of time uses another one, and when the GPU reaches
-    an event there says nothing about its neighbours here.
+    It stays with that stream: a loader that copies ahead of time uses another one.
     """
 
     def __init__(self) -> None:
@@ -521,7 +515,7 @@ class CudaClock:
         self._stream: Any = None
 
     def mark(self, *, begins: bool) -> Any:
-        """An event, the first of a step or not; None where CUDA is not in use or a graph is being captured."""
+        """An event; None where CUDA is not in use or a graph is being captured."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
         if begins:
@@ -551,7 +545,7 @@ class LossReader:
         self._next = 0
 
     def take(self, tensors: Any, *, from_gpu: bool) -> Any:
-        """A ticket for the value of the first of these; None where it is not one number, or on a GPU and not wanted."""
+        """A ticket for the first of these; None where it is not one number, or on a GPU and not `from_gpu`."""
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return None

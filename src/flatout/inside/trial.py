@@ -1,8 +1,7 @@
-"""A run with an end: so many steps, then the X-ray, then the ceiling, then out. No real training has one.
+"""A run with an end: so many steps, then the X-ray, then the ceiling, then out.
 
-The ceiling is how fast the same step runs when its data is already there: after the measured steps a few
-more are fed with batches kept from before (`replay`: no loader), then with their device copies (`resident`:
-no loader and no copy).
+The ceiling is how fast the same step runs when its data is there: a few steps are fed with batches kept from before
+(`replay`: no loader), then with their device copies (`resident`: no loader and no copy).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class BoundedRun:
         self._progress.step_begins()
 
     def step_ended(self) -> None:
-        """A step is over. What is to be measured is the GPU's pace, where that is the slower one."""
+        """A step is over. Where the GPU is slower than the host, its pace is measured."""
         due = self._leash.step_ended()
         if due is not None:
             self._recorder.push(HELD)
@@ -70,7 +69,7 @@ class BoundedRun:
         self._progress.step_ended(self._recorder.measured)
 
     def goes_on(self, batches_ready: int) -> bool:
-        """Whether there is another step; so many batches lay ready when the workers had time to load."""
+        """Whether there is another step; `batches_ready` is how many workers may have loaded at the start."""
         in_turns = self._turns is not None and self._turns.step_ended()
         if in_turns or self._progress.warms_up(self._recorder.steps, batches_ready):
             self._recorder.set_kind("warmup")
@@ -81,8 +80,7 @@ class BoundedRun:
 
     @property
     def _looks(self) -> int:
-        """How many steps each look takes: all of them together hardly more than were measured. Ranks have measured
-        alike."""
+        """How many steps each look takes; ranks have measured as many, so it is the same for all."""
         return max(_FEWEST_EACH, min(_STEPS_EACH, self._recorder.measured // 3))
 
     def _takes_xray(self) -> bool:
@@ -103,10 +101,9 @@ class BoundedRun:
 
 
 class TrialProgress:
-    """How far a run with an end has come. Only measured steps count: an X-ray may take longer than all of them.
+    """How far a run with an end has come, by the measured steps.
 
-    A trial begins with batches that lie ready from when it started, and would show a loader faster than it
-    is: they are used up first.
+    Batches that lay ready at the start would show a loader faster than it is: they are used up first.
     """
 
     def __init__(self, options: Options, *, alone: Callable[[], bool]) -> None:
@@ -160,7 +157,7 @@ class TrialProgress:
 
     @functools.cached_property
     def is_worth_a_look(self) -> bool:
-        """Whether the steps, now that they are over, were fast enough; the later ones count: loaders have to settle."""
+        """Whether the steps were fast enough; the later ones count, as loaders have to settle."""
         if self._trial is None or self._trial.look_below_s is None or not self._alone():
             return True
         later = self._took_s[len(self._took_s) // 2 :]
@@ -170,8 +167,7 @@ class TrialProgress:
 class Leash:
     """Keeps the host within a few steps of the GPU, so that the pace of its steps is the GPU's.
 
-    A queue takes a thousand launches. Without this a trial of small steps would be over before the GPU has
-    done half of them, and replayed batches would seem to be trained on as fast as they are handed out.
+    A queue takes a thousand launches: a trial of small steps would be over before the GPU has done half of them.
     """
 
     def __init__(self, steps: int) -> None:
@@ -179,7 +175,7 @@ class Leash:
         self._ends: deque[Any] = deque()
 
     def step_ended(self) -> Any:
-        """The end of an earlier step that the GPU has to reach before the host goes on, if it has not yet."""
+        """The end of an earlier step that the host has to wait for; None where the GPU has reached it."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
         self._ends.append(torch.cuda.Event(blocking=True))
@@ -190,7 +186,7 @@ class Leash:
         return None if due is None or due.query() else due
 
     def wait(self, end: torch.cuda.Event) -> None:
-        """Wait for it, past the wrapper that would call this a wait of the script's."""
+        """Wait for it, past the wrapper that times the script's waits."""
         super(torch.cuda.Event, end).synchronize()
 
 
@@ -231,8 +227,7 @@ class Ceiling:
         self._kept.setdefault(loader, deque(maxlen=_KEPT)).append(_apart(batch))
 
     def next_step(self, each: int) -> str | None:
-        """What the next step is, after the measured ones, so many of each kind; None when it is all over or cannot
-        be done here."""
+        """The kind of the next step, `each` so many; None when it is over or cannot be done here."""
         fed, self._fetches = self._fetches, 0
         if self._kinds is None:
             self._kinds = iter(("replay",) * each + ("resident",) * each)

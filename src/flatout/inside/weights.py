@@ -3,10 +3,8 @@
     leader ── weights, buffers and the optimizer's state ──► a file every five steps
     follower ── compares how far its weights moved since the last file, and in which direction ── takes the leader's
 
-Rounding changes a weight by nearly nothing at first, and in some trainings by a lot after two hundred
-steps. Here it has five steps at most, so what is left to see is what a change does. An error that a change
-makes again and again (a layer that no longer learns, a weight decay that is lost) adds up over the
-meetings; that of rounding cancels out.
+In five steps rounding changes a weight by nearly nothing, and over the meetings that cancels out. An error that a
+change makes again and again (a layer that no longer learns, a weight decay that is lost) adds up.
 """
 
 from __future__ import annotations
@@ -35,16 +33,14 @@ _EXPECTED_STEPS = 220  # in a run, at most
 _LOOK_EVERY_S = 0.02
 _TIMEOUT_S = 300.0
 
-# How far a run's weights moved, as a share of how far another's did, and the cosine between the two
-# directions.
+# How far a run's weights moved, as a share of how far another's did; the cosine between the two directions.
 Moved = tuple[float, float]
 
 
 class Weights:
     """The weights of this rank, written for the follower and taken from the leader. An error ends that, nothing else.
 
-    `ranks` gives this rank and how many there are; torch knows neither before the ranks have found each
-    other.
+    `ranks` gives this rank and how many there are, as torch knows them later.
     """
 
     def __init__(self, trial: Trial, ranks: Callable[[], tuple[int, int]]) -> None:
@@ -60,7 +56,7 @@ class Weights:
         self._drifts: list[_Drift] = []
 
     def step_ended(self, optimizers: Iterable[Any], roots: Iterable[Any]) -> Moved | None:
-        """A training step is over; every few of them, how far the weights have moved."""
+        """A training step is over; every few steps, how far the weights have moved."""
         self._steps += 1
         if self._steps != self._next or (self._leads is None and self._follows is None):
             return None
@@ -119,7 +115,7 @@ class Weights:
         return math.sqrt(our_square / their_square), product / math.sqrt(our_square * their_square)
 
     def _affordable(self, size: int) -> int | None:
-        """How many steps apart files of this size have to be; None where they are too large to be written at all."""
+        """How many steps apart files of this size have to be; None where they are too large."""
         files = _EXPECTED_STEPS / WEIGHTS_EVERY
         times = math.ceil(files * size * self._ranks()[1] / max(1, self._most_bytes))
         return WEIGHTS_EVERY * times if times <= _MAX_TIMES else None
@@ -141,8 +137,10 @@ class Weights:
             part.unlink(missing_ok=True)
 
     def _theirs(self) -> dict[str, Any] | None:
-        """What the leader had at this step; None where it ended before, or there is no leader. The files of
-        all ranks have to be there: otherwise our ranks would go on from different weights."""
+        """What the leader had at this step; None where it ended before, or there is no leader.
+
+        It waits for the files of all ranks: ours would go on from different weights.
+        """
         if self._follows is None:
             return None
         rank, world = self._ranks()
@@ -196,8 +194,8 @@ class _Drift:
         return math.sqrt(self.way_square / self.way.numel())
 
     def figures(self, usual: float) -> dict[str, Any]:
-        """How far off in the end, as a share of the way; how many times as far as if each difference were
-        by chance; and the leader's pace, as a multiple of the usual one."""
+        """How far off in the end, as a share of the way, and how many times as far as by chance; the leader's pace, as
+        a multiple of the usual one."""
         difference, way = float(self.difference.norm()), float(self.way.norm())
         return {
             "name": self.name,
@@ -224,7 +222,7 @@ class _State:
 
     @property
     def bytes(self) -> int:
-        """The size of it all. An optimizer without a state may not have stepped yet, as with a loss scale too large."""
+        """The size of it all; an optimizer without a state may not have stepped yet."""
         values = [value for state in self._optimizer_states for value in state.values()]
         states = _bytes(_local(value) for value in values if isinstance(value, torch.Tensor))
         known = _bytes((*self.weights, *self._buffers))
@@ -237,8 +235,8 @@ class _State:
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Any]) -> None:
-        """Go on from another's. In place, since graphs and views hold the memory; and unseen by autograd,
-        which may still need the old version: a generator's step comes after its critic's."""
+        """Go on from another's: in place, as graphs and views hold the memory; and unseen by autograd, which may
+        need the old version where a generator steps after its critic."""
         for mine, their in zip(self.weights, theirs["weights"], strict=True):
             mine.data.copy_(their)
         for mine, their in zip(self._buffers, theirs["buffers"], strict=True):
@@ -254,7 +252,7 @@ class _State:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Runs side by side leave no core free: threads that wait for each other would take ten times as long."""
+    """Runs side by side leave no core free: with several threads it would take ten times as long."""
     usual = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

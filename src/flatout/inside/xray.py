@@ -1,8 +1,6 @@
-"""A few steps under the kernel profiler, once, then off: what the GPU really did, kernel by kernel.
+"""The X-ray: a few steps under the kernel profiler, once in a run.
 
-CUDA activities only: the launches on the host, the kernels and copies on the GPU. Gaps between kernels are
-compared with the training thread's phases, which shows what the host was doing while the GPU had nothing to
-do.
+Gaps between kernels are compared with the training thread's phases: what the host did while the GPU was idle.
 """
 
 from __future__ import annotations
@@ -16,13 +14,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from torch.autograd import profiler
+
 from flatout.inside.recorder import Recorder
 from flatout.model.stats import enough
 from flatout.trace import Sketch, Step, Xray
 from flatout.trace.downsample import LightSteps
 
 _MATRIX = re.compile(r"gemm|conv|xmma|cutlass|cudnn|wgrad|dgrad|fprop|flash|fmha|nvjet|attention|wgmma|matmul", re.I)
-# cuDNN has these too, and they multiply nothing.
+# Kernels of cuDNN that multiply nothing.
 _NOT_MATRIX = re.compile(r"batchnorm|bn_[fb]w|nchwTo|nhwcTo|dropout|elementwise|elemwise|pooling|workspace", re.I)
 _TENSOR_CORES = re.compile(
     r"tensorop|hmma|wgmma|s16816|s1688|h16816|h1688|bf16|f16f16|tf32|_f16|nvjet|flash|fmha|s884|sm90_xmma_gemm_(?!f32f32_f32f32_f32)",
@@ -45,59 +45,57 @@ class Kernel(NamedTuple):
 
     @property
     def called_ns(self) -> int:
-        """When the host launched it, as far as is known."""
+        """When the host launched it; when it ran where that is not known."""
         return self.launched_ns if self.launched_ns is not None else self.start_ns
 
 
 class Profiler:
-    """The kernel profiler, on for a few steps and then torn down. Touch it from the training thread only."""
+    """The kernel profiler, on for a few steps and then torn down; for the training thread only."""
 
     def __init__(self) -> None:
         self._profile: Any = None
-        self.results: Any = None  # raw, once it has been stopped
+        self.results: Any = None  # of torch's profiler, once stopped
         self._shift_ns = 0
         self._put_back: Callable[[], None] = lambda: None
 
     @property
     def running(self) -> bool:
-        """Whether it is on. It stops when the user starts a profiler: there can be only one."""
+        """Whether it is on. It stops when the script starts a profiler: there can be only one."""
         return self._profile is not None
 
     def available(self) -> bool:
-        """Whether no one else is profiling."""
-        profiler: Any = sys.modules["torch.autograd.profiler"]
+        """Whether nobody else is profiling."""
         return not profiler._is_profiler_enabled
 
     def start(self) -> None:
-        """Switch it on. `TEARDOWN_CUPTI` makes the driver remove its hooks afterwards.
+        """Switch it on. `TEARDOWN_CUPTI` makes the driver remove its hooks afterwards; CUDA graphs do not survive that.
 
-        Not `torch.profiler`: it loads torch's compiler first, which takes seconds, to ask whether it makes
-        CUDA graphs (they do not survive a teardown). A compiler that is not loaded makes none.
+        `torch.profiler` would load torch's compiler, which takes seconds.
         """
-        profiler: Any = sys.modules["torch.autograd.profiler"]
-        graphs = "torch._inductor.cudagraph_trees" in sys.modules  # loaded when the first graph is made
+        graphs = "torch._inductor.cudagraph_trees" in sys.modules  # loaded when the compiler makes its first one
         set_by_user = "TEARDOWN_CUPTI" in os.environ
         os.environ.setdefault("TEARDOWN_CUPTI", str(int(not graphs)))
         self._shift_ns = time.monotonic_ns() - time.time_ns()
         ours: Any = profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True, acc_events=True)
         ours.__enter__()
-        prepare = profiler.profile._prepare_trace
+        kind: Any = profiler.profile
+        prepare = kind._prepare_trace
 
         def stop_and_prepare(profile: Any) -> Any:
             self.stop()
             return prepare(profile)
 
         def put_back() -> None:
-            profiler.profile._prepare_trace = prepare
+            kind._prepare_trace = prepare
             if not set_by_user:
                 os.environ.pop("TEARDOWN_CUPTI", None)
 
-        profiler.profile._prepare_trace = stop_and_prepare
+        kind._prepare_trace = stop_and_prepare
         self._put_back = put_back
         self._profile = ours
 
     def stop(self) -> None:
-        """Switch it off; `kernels` reads what it has seen."""
+        """Switch it off; `kernels` reads the results."""
         if self._profile is not None:
             ours, self._profile = self._profile, None
             ours.__exit__(None, None, None)
@@ -105,7 +103,7 @@ class Profiler:
             self.results = ours.kineto_results
 
     def kernels(self) -> list[Kernel]:
-        """What ran on the GPU, in the order of its start, on CLOCK_MONOTONIC in nanoseconds."""
+        """What ran on the GPU, in the order of starts, in nanoseconds of CLOCK_MONOTONIC."""
         events = self.results.events()
         on_gpu = [event for event in events if str(event.device_type()) == "DeviceType.CUDA"]
         launches = {e.correlation_id(): e.start_ns() for e in events if str(e.device_type()) != "DeviceType.CUDA"}
@@ -119,9 +117,9 @@ class Profiler:
 
 
 class XraySchedule:
-    """When the X-ray is taken: once, when the run is warm, or where a trial asks for it at its end.
+    """When the X-ray is taken: once the run is warm, or `at_the_end` of a trial.
 
-    Of slow steps a few do; not at the end of a trial, where several ranks have to take as many.
+    Slow steps need fewer, but at the end of a trial all ranks have to take as many.
     """
 
     def __init__(
@@ -131,8 +129,7 @@ class XraySchedule:
         self._write = write
         self._note = note
         self._at_the_end = at_the_end
-        self.done = False
-        self.running = False
+        self.done = self.running = False
         self._began_s: float | None = None
         self._profiler = Profiler()
         self._taken = 0
@@ -140,17 +137,17 @@ class XraySchedule:
         self._steps: list[Step] = []
 
     def step_ended(self, most: int = _STEPS) -> None:
-        """Take it when its time has come."""
+        """Begin, go on or end, at the end of a step; `most` steps in all."""
         self._try(self._step_ended, min(most, _STEPS))
 
     def finish(self) -> None:
-        """The run ends: read what there is, if that has not been done."""
+        """The run ends: read what there is."""
         if not self.done:
             self._try(self._profiler.stop)
             self._try(self._read)
 
     def _try(self, action: Callable[..., None], *args: Any) -> None:
-        """What goes wrong with it costs the X-ray, and nothing else."""
+        """An exception ends the X-ray, and nothing else."""
         try:
             action(*args)
         except Exception as problem:
@@ -175,7 +172,7 @@ class XraySchedule:
                 self.running, self._started_s = True, now_s
         elif len(self._steps) >= self._taken:
             recorder.set_kind("after xray")
-            recorder.as_own(self._read)  # a thread would take the trainer's time unseen
+            recorder.as_own(self._read)  # another thread would take training's time unseen
 
     def _is_warm(self, now_s: float) -> bool:
         self._began_s = self._began_s or now_s
@@ -183,7 +180,7 @@ class XraySchedule:
         return warm_s >= _AFTER_S and enough(self._recorder.measured, warm_s, _AFTER_STEPS)
 
     def emitted(self, step: Step | LightSteps) -> None:
-        """Steps are done: those under the X-ray are kept, to know the host's phases."""
+        """Keep the steps under the X-ray: they hold the host's phases."""
         if isinstance(step, Step) and step.kind == "xray":
             self._steps.append(step)
 
@@ -196,23 +193,17 @@ class XraySchedule:
 
 
 def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | None:
-    """The figures of these steps' kernels. None when nothing ran on a GPU."""
-    phases = [
-        (span.name, start_s, start_s + span.host_ms / 1e3)
-        for step in steps
-        for span in step.spans
-        for start_s in [step.start_s + span.start_ms / 1e3]
-    ]
-    if not phases or not kernels:
+    """The figures of these steps' kernels; None when nothing ran on a GPU."""
+    host = _HostPhases(steps)
+    if not host.names or not kernels:
         return None
-    first_ns, last_ns = round(phases[0][1] * 1e9), round(phases[-1][2] * 1e9)
+    first_ns, last_ns = host.starts_ns[0], host.end_ns
     inside = [k for k in kernels if first_ns <= k.called_ns < last_ns]
     if not inside:
         return None
-    # The host runs ahead: the GPU is still at work on what came before, and at the end on what was launched by then.
+    # The host runs ahead: the GPU begins with work from before these steps, and ends theirs after them.
     first_ns = max([first_ns, *(k.end_ns for k in kernels if k.called_ns < first_ns)])
     last_ns = max([last_ns, *(k.end_ns for k in inside)])
-    host = _HostPhases(phases)
     idle_by_phase: defaultdict[str, float] = defaultdict(float)
     late_ms = 0.0
     for start_ns, end_ns, following in _gaps(inside, first_ns, last_ns):
@@ -222,7 +213,7 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
             late_ms += (end_ns - start_ns) / 1e6
     window_ms = (last_ns - first_ns) / 1e6
     compute = [k for k in inside if not k.name.startswith(("Memcpy", "Memset"))]
-    by_name = _added(inside, lambda kernel: kernel.name[:120])
+    by_name_ms = _added(inside, lambda kernel: kernel.name[:120])
     matrix = [k for k in compute if _MATRIX.search(k.name) and not _NOT_MATRIX.search(k.name)]
     return Xray(
         steps=len(steps),
@@ -237,27 +228,34 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
         tensor_core_ms=_total_ms(k for k in matrix if _TENSOR_CORES.search(k.name)),
         collective_ms=_total_ms(k for k in compute if "nccl" in k.name.lower()),
         copies_ms=_added(inside, _copy),
-        top_ms=dict(sorted(by_name.items(), key=lambda item: -item[1])[:_TOP]),
+        top_ms=dict(sorted(by_name_ms.items(), key=lambda item: -item[1])[:_TOP]),
     )
 
 
 class _HostPhases:
-    """The training thread's phases on a time line, for looking up."""
+    """The training thread's phases on a time line."""
 
-    def __init__(self, phases: list[tuple[str, float, float]]) -> None:
-        self._names = [name for name, _, _ in phases]
-        self._starts = [round(start * 1e9) for _, start, _ in phases]
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.names: list[str] = []
+        self.starts_ns: list[int] = []
+        self.end_ns = 0
+        for step in steps:
+            for span in step.spans:
+                start_s = step.start_s + span.start_ms / 1e3
+                self.names.append(span.name)
+                self.starts_ns.append(round(start_s * 1e9))
+                self.end_ns = round((start_s + span.host_ms / 1e3) * 1e9)
 
     def at(self, ns: int) -> str:
-        return self._names[max(0, bisect_right(self._starts, ns) - 1)]
+        return self.names[max(0, bisect_right(self.starts_ns, ns) - 1)]
 
     def over(self, start_ns: int, end_ns: int) -> Iterable[tuple[str, int]]:
-        """How a stretch of time is divided among the phases."""
-        at = max(0, bisect_right(self._starts, start_ns) - 1)
+        """The phases in a stretch of time, and the nanoseconds of each."""
+        at = max(0, bisect_right(self.starts_ns, start_ns) - 1)
         while start_ns < end_ns:
-            until = self._starts[at + 1] if at + 1 < len(self._starts) else end_ns
+            until = self.starts_ns[at + 1] if at + 1 < len(self.starts_ns) else end_ns
             until = min(max(until, start_ns), end_ns)
-            yield self._names[at], until - start_ns
+            yield self.names[at], until - start_ns
             start_ns, at = until, at + 1
 
 
@@ -273,14 +271,13 @@ def _gaps(kernels: Sequence[Kernel], first_ns: int, last_ns: int) -> Iterable[tu
 
 
 def _copy(kernel: Kernel) -> str | None:
-    """The direction of a copy and the memory it comes from, such as "HtoD Pageable"; None for other
-    kernels."""
+    """The direction of a copy and the memory it comes from, such as "HtoD Pageable"."""
     match = _COPY.match(kernel.name)
     return f"{match['way']} {match['source']}" if match else None
 
 
 def _added(kernels: Iterable[Kernel], key: Callable[[Kernel], str | None]) -> dict[str, float]:
-    """Milliseconds of the kernels by a key; those without one are left out."""
+    """Milliseconds of the kernels by a key; those whose key is None are left out."""
     total_ms: defaultdict[str, float] = defaultdict(float)
     for kernel in kernels:
         name = key(kernel)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.inside import recorder, recording, root_modules, run_facts, timing
+from flatout.inside import loaders, recorder, recording, root_modules, run_facts, timing
 from flatout.trace import TraceWriter
 
 
@@ -50,7 +50,7 @@ EVERY_HOOK = [
     *methods(recorder.Recorder, "optimizer_begins", "optimizer_ended", "set_kind", "finish", "_cut", "_send", "_close"),
     *methods(recording.Recording, "loader_seen", "step_ended"),
     *methods(recording.Recording, "_open_trace", "_write_facts", "_emit", "own_cost"),
-    *methods(run_facts.LoaderNotes, "pass_begins", "before_batch", "after_batch", "kinds"),
+    *methods(loaders.LoaderNotes, "pass_begins", "before_batch", "after_batch", "kinds"),
     *methods(root_modules.RootModules, "find", "_time_module", "_note"),
     *methods(timing.Timing, "_number_of", "_written"),
     *methods(timing.LossReader, "take", "read"),
@@ -59,7 +59,7 @@ EVERY_HOOK = [
     pytest.param(timing, "is_on_gpu", id="is_on_gpu"),
     pytest.param(timing, "caller", id="caller"),
     *(pytest.param(run_facts, name, id=name) for name in ("in_force", "optimizer_facts")),
-    pytest.param(run_facts, "loader_facts", id="loader_facts"),
+    pytest.param(loaders, "loader_facts", id="loader_facts"),
 ]
 
 

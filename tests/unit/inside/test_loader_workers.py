@@ -11,8 +11,8 @@ from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from flatout.feed.dataset_check import CacheGrowth
-from flatout.inside import loader_workers
-from flatout.inside.loader_workers import Meter, measure_fetcher
+from flatout.inside import loaders
+from flatout.inside.loaders import Meter
 
 SAMPLE_S = 20e-6
 
@@ -23,7 +23,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(
-            loader_workers,
+            loaders,
             "time",
             SimpleNamespace(monotonic=self.read, perf_counter=self.read, thread_time=self.read),
         )
@@ -52,7 +52,7 @@ def test_what_goes_by_unmeasured_counts_like_what_was_measured(monkeypatch: pyte
     dataset = Slow(Clock(monkeypatch))
     meter = Meter(dataset, None, None)
     fetcher = _MapDatasetFetcher(dataset, True, default_collate, False)
-    measure_fetcher(fetcher, meter)
+    meter.measure(fetcher)
     for first in range(0, 800, 4):
         assert fetcher.fetch([first, first + 1, first + 2, first + 3]).tolist()[0] == first
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.inside.run_facts import TokenCounts
+from flatout.inside.loaders import TokenCounts
 from flatout.model.records import TokenFacts
 
 IDS = torch.ones(2, 8, dtype=torch.long)
@@ -18,9 +18,9 @@ PROMPT = torch.tensor([[-100] * 2 + [5] * 6, [-100] * 3 + [5, -100] + [-100] * 3
 def counted(*batches: Any) -> TokenFacts | None:
     counts = TokenCounts()
     for batch in batches:
-        if counts.wants(1, batch):
-            counts.look(1, batch)
-    return counts.of(1)
+        if counts.wants(batch):
+            counts.look(batch)
+    return counts.facts()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_other_batches_are_not_counted(batch: Any) -> None:
 
 def test_the_first_batches_are_looked_at_and_then_few() -> None:
     counts = TokenCounts()
-    asked = [number for number in range(1, 201) if counts.wants(1, {"input_ids": IDS})]
+    asked = [number for number in range(1, 201) if counts.wants({"input_ids": IDS})]
     assert asked == [*range(1, 17), 64, 128, 192]
 
 
@@ -76,7 +76,7 @@ def test_what_goes_wrong_ends_the_counting_alone() -> None:
 
     counts = TokenCounts()
     odd = Odd(input_ids=IDS)
-    assert counts.wants(1, odd)
-    counts.look(1, odd)
-    assert not counts.wants(1, {"input_ids": IDS})
-    assert counts.of(1) is None
+    assert counts.wants(odd)
+    counts.look(odd)
+    assert not counts.wants({"input_ids": IDS})
+    assert counts.facts() is None

@@ -1,12 +1,11 @@
 """The changes of a Plan, made inside the user's process: each family in a file of its own.
 
-    knobs            values are changed as the script reads them: argparse, YAML, JSON, Python config modules
+    knob_values      values are changed as the script reads them: argparse, YAML, JSON, Python config modules
     loading          DataLoader: its arguments at construction, the elastic loader when a pass begins
     device_prefetch  batches are fetched and copied to the GPU one step ahead
     computing        the optimizer at its construction; precision, layout and compile at a root module's first call
-    ledger           what became of each change: made (how, where), or not (why); goes into the trace's facts. A
-                     LiveChange has on() and off(), which may be called between two steps
-    applied          all of them in one process; `switch` turns one on or off
+    ledger           whether each change was made, how and where, or why not; goes into the trace's facts
+    applied          all of them in one process; `switch` turns one on or off between two steps
 
 A change that raises is reported once and switched off, and the user's call goes through.
 """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Applied:
-    """The plan's changes in this process, the seed of a trial, and what a proof has to know."""
+    """What a plan and a trial change in this process."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Applied:
         self._proof = FingerprintLog() if trial is not None and trial.fingerprints else None
         self._weights = Weights(trial, ranks) if trial is not None else None
         changes = patches.subscriber(Stage.CHANGE, self._fail)
-        proof = patches.subscriber(Stage.OBSERVE, _say("what reaches the model is no longer noted"))
+        proof = patches.subscriber(Stage.OBSERVE, functools.partial(_say, "what reaches the model is no longer noted"))
         self._subscribers = changes, proof
         self._computing = Computing(ledger, changes, roots, self._proof)
         self._loading: Loading | None = None
@@ -61,7 +61,7 @@ class Applied:
             if self._proof is not None:
                 self._proof.install(proof)
         except Exception as problem:
-            _say("the plan is not applied")(problem)
+            _say("the plan is not applied", problem)
 
     def _fail(self, problem: Exception) -> None:
         for name in self.ledger.changes:
@@ -70,7 +70,7 @@ class Applied:
     @property
     def wants_every_step(self) -> bool:
         """Whether `step_ended` is to be called after each of them; else now and then will do."""
-        return self._proof is not None or self._computing.wants_a_step
+        return self._proof is not None
 
     def step_ended(self, *, first: bool) -> None:
         """A training step is over, of the first training of this command or a later one."""
@@ -82,14 +82,12 @@ class Applied:
     @property
     def compile_s(self) -> float | None:
         """How long compiling took, where something was compiled."""
-        total_s = self._computing.compile_s
-        if self._loading is not None:
-            total_s += self._loading.compile_s
-        return total_s or None
+        in_loading_s = self._loading.compile_s if self._loading is not None else 0.0
+        return self._computing.compile_s + in_loading_s or None
 
     def why_not_made(self, name: str) -> str:
         """Why a change that is on has no effect; empty where it has one."""
-        entry = next(entry for entry in self.ledger.entries() if entry.name == name)
+        entry = self.ledger.entry(self.ledger.changes[name])
         return "" if entry.applied else str(entry.how)
 
     def try_out(self, name: str) -> None:
@@ -98,7 +96,7 @@ class Applied:
         self.switch(name, on=True)
 
     def switch(self, name: str, *, on: bool) -> None:
-        """Switch a change of the plan on or off between two steps: from the next step on, it is (not) made.
+        """Switch a change of the plan on or off from the next step on.
 
         Raises UsageError where a change cannot be switched while training runs.
         """
@@ -107,13 +105,10 @@ class Applied:
             raise UsageError(
                 f"{name} cannot be switched while training runs: it gets in earlier, or is not in the plan"
             )
-        if on:
-            self.ledger.attempt(name, change.on)
-        else:
-            self.ledger.attempt(name, change.off)
+        self.ledger.attempt(name, change.on if on else change.off)
 
     def finish(self, path: Path) -> None:
-        """The run is over: say what was not applied, write the proof, and take the patches off."""
+        """The run is over: say what was not made, write the proof, and take the patches off."""
         self._computing.finish()
         for subscriber in self._subscribers:
             subscriber.leave()
@@ -124,18 +119,12 @@ class Applied:
             write_whole(drifted, json.dumps(drifts))
 
 
-def _say(what: str) -> Callable[[Exception], None]:
-    """What tells the person of an exception, in a line."""
-
-    def say(problem: Exception) -> None:
-        print(f"flatout: {what} ({redact_text(f'{type(problem).__name__}: {problem}')})", file=sys.stderr)
-
-    return say
+def _say(what: str, problem: Exception) -> None:
+    print(f"flatout: {what} ({redact_text(f'{type(problem).__name__}: {problem}')})", file=sys.stderr)
 
 
 def impose_seed(imposed: int, changes: Subscriber) -> None:
-    """Seed torch, numpy and `random` before the script's first line; one that seeds later has the last
-    word."""
+    """Seed torch, numpy and `random` before the script's first line; a script that seeds later has the last word."""
     torch.manual_seed(imposed)
     random.seed(imposed)
     changes.patches.when_imported("numpy", functools.partial(_seed_numpy, imposed, changes))

@@ -1,7 +1,5 @@
-"""Changes to what is computed: the optimizer's kernels, and what happens around the calls of a root module.
-
-A change gets in at its moment: when an optimizer is built, at the first call of a root module, or when a
-step ends. From then on it may be switched between two steps.
+"""Changes to what is computed, each made at its moment: when an optimizer is built, at the first call of a root
+module, or when a step ends. From then on it may be switched between two steps.
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,10 +29,10 @@ class Computing:
     """The plan's changes to model and optimizer; a `proof` is told what reaches a root module."""
 
     def __init__(
-        self, ledger: Ledger, changes: Subscriber, roots: RootModules, proof: FingerprintLog | None = None
+        self, ledger: Ledger, patches: Subscriber, roots: RootModules, proof: FingerprintLog | None = None
     ) -> None:
         self.ledger = ledger
-        self.patches = changes
+        self.patches = patches
         self.proof = proof
         self.optimizers = WeakIdMap()
         self.compile_s = 0.0  # what the first calls of compiled models took
@@ -44,7 +42,7 @@ class Computing:
         kinds = (CudnnBenchmark, Compile, ChannelsLast, PrecisionChange)
         self._at_roots: list[RootChange] = [kind(self) for kind in kinds if ledger.wanted(kind.name)]
         self._fused = FusedOptimizer(self) if ledger.wanted(FusedOptimizer.name) else None
-        self._freeze = GcFreeze(self) if ledger.wanted(GcFreeze.name) else None
+        self._freeze = GcFreeze(ledger) if ledger.wanted(GcFreeze.name) else None
         others = (change for change in (self._fused, self._freeze) if change is not None)
         self.live: dict[str, LiveChange] = {change.name: change for change in (*self._at_roots, *others)}
 
@@ -55,8 +53,7 @@ class Computing:
             self._roots.start_changing(self.patches, self._around)
 
     def device(self) -> torch.device | None:
-        """Where the parameters are that an optimizer trains; None where that is in several places, or
-        nowhere yet."""
+        """Where the trained parameters are; None where that is several devices, or not known yet."""
         places = {parameter.device for optimizer in self.optimizers for parameter in _trained_by(optimizer)}
         return places.pop() if len(places) == 1 else None
 
@@ -67,16 +64,10 @@ class Computing:
         for change in self._at_roots:
             self.ledger.refused(change.name, self._roots.why_none())
 
-    @property
-    def wants_a_step(self) -> bool:
-        """Whether `step_ended` has something to do."""
-        freeze = self._freeze
-        return freeze is not None and freeze.is_on and not freeze.is_frozen and freeze.is_wanted
-
     def step_ended(self) -> None:
         """A training step is over: what lives now lives long."""
-        if self._freeze is not None and self.wants_a_step:
-            self.ledger.attempt(GcFreeze.name, self._freeze.on)
+        if self._freeze is not None and self._freeze.is_wanted:
+            self.ledger.attempt(GcFreeze.name, self._freeze.switched)
 
     def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.optimizers.put(optimizer)
@@ -94,14 +85,16 @@ class Computing:
         return call
 
 
-class _ComputingChange(LiveChange):
+class _ModelChange(LiveChange):
+    """A change that needs to know the optimizers, or other changes."""
+
     def __init__(self, computing: Computing) -> None:
         super().__init__(computing.ledger)
         self.computing = computing
 
 
-class RootChange(_ComputingChange):
-    """A change around the calls of root modules, which gets in at the first one while it is on."""
+class RootChange(_ModelChange):
+    """A change around the calls of root modules, made at the first one while it is on."""
 
     def around(self, module: Any, call: Call, where: str | None) -> Call:
         """How a root module is to be called from now on."""
@@ -170,8 +163,7 @@ class ChannelsLast(RootChange):
             self.refused("the model is in channels_last already")
             return None
         self._modules.put(module)
-        if self.is_on:
-            self.switched()
+        self.switched()
         self.made("model.to(memory_format=torch.channels_last), and 4-d inputs likewise", where)
 
         def call_laid_out(*args: Any, **kwargs: Any) -> Any:
@@ -204,11 +196,12 @@ class Compile(RootChange):
         compiled = original(torch.compile)(_visible(module, call), mode=mode)
         self.made(f"model.compile(mode={self.value!r})", where)
         captured = self.value in _CAPTURING
-        stop_looking = self._refuse_to_add_up(module) if captured else lambda: None
+        if captured:
+            self._refuse_to_add_up(module)
         went_well, seen = False, self.computing.proof is None
 
         def call_compiled(*args: Any, **kwargs: Any) -> Any:
-            nonlocal compiled, went_well, captured, seen
+            nonlocal went_well, seen
             if not seen:
                 seen = module.training and torch.is_grad_enabled()
                 with draw_as_eager():
@@ -220,8 +213,7 @@ class Compile(RootChange):
                 if went_well or not type(problem).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     raise
                 self.ledger.failed(self.name, problem)
-                compiled, went_well, captured = call, True, False
-                stop_looking()
+                self.off()
                 return call(*args, **kwargs)
             if not went_well:
                 self.computing.compile_s += time.perf_counter() - start_s
@@ -231,32 +223,27 @@ class Compile(RootChange):
 
         return call_compiled
 
-    def _refuse_to_add_up(self, module: torch.nn.Module) -> Callable[[], None]:
-        """End a run that adds gradients of several passes: those of CUDA graphs are written over by the
-        next pass, and the sum would be wrong without a word. Returns what takes this back.
+    def _refuse_to_add_up(self, module: torch.nn.Module) -> None:
+        """End a run that adds gradients of several passes: CUDA graphs write over those of the pass before, and the
+        sum would be wrong without a word.
 
         Only the parameter with the first gradient of all is looked at: some may never have one.
         """
         handles: dict[torch.nn.Parameter, Any] = {}
 
         def look(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-            stop_looking(but=parameter)
+            for other in [other for other in handles if other is not parameter]:
+                handles.pop(other).remove()
             if self.is_on and parameter.grad is not None:
                 raise RuntimeError("gradients of several passes are added up, and CUDA graphs would write over them")
-
-        def stop_looking(but: torch.nn.Parameter | None = None) -> None:
-            for parameter in [parameter for parameter in handles if parameter is not but]:
-                handles.pop(parameter).remove()
 
         for parameter in module.parameters():
             if parameter.requires_grad:
                 handles[parameter] = parameter.register_hook(functools.partial(look, parameter))
-        return stop_looking
 
 
 class PrecisionChange(RootChange):
-    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, with a loss scale for
-    fp16.
+    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, with a loss scale for fp16.
 
     Autocast is never entered for the process: cached casts of weights would become stale. The result is
     float32 again, so that the script's loss is computed as before.
@@ -269,7 +256,7 @@ class PrecisionChange(RootChange):
     def _changed(self, module: Any, call: Call, where: str | None) -> Call | None:
         if self.value == "tf32":
             self.switched()
-            if self._tf32_before or not self.is_on:
+            if self._tf32_before:
                 self.made("TF32 for matrix products and convolutions", where)
             else:
                 self.refused("TF32 is on already")
@@ -283,7 +270,6 @@ class PrecisionChange(RootChange):
             return None
         if dtype == torch.float16:
             self._scaler = self._scaler or LossScale(self.computing.patches, self.computing.optimizers)
-            self._scaler.is_on = self.is_on
             self._scaler.guard(parameters)
         self.made(f"each call of the model under torch.autocast({device!r}, {dtype})", where)
 
@@ -304,7 +290,7 @@ class PrecisionChange(RootChange):
             self._tf32_before = _allow_tf32()
 
 
-class FusedOptimizer(_ComputingChange):
+class FusedOptimizer(_ModelChange):
     """fused=True for the optimizers that have it. Switching it off reads step counters from the GPU once."""
 
     name = "fused_optimizer"
@@ -345,20 +331,20 @@ class FusedOptimizer(_ComputingChange):
         self.made(f"{type(optimizer).__name__}(…, fused=True)", where)
 
 
-class GcFreeze(_ComputingChange):
+class GcFreeze(LiveChange):
     """What lives after the first step is left out of garbage collections."""
 
     name = "gc_freeze"
-    is_frozen = False
+    _is_frozen = False
 
     def switched(self) -> None:
-        if self.is_on and not self.is_frozen:
+        if self.is_on and not self._is_frozen:
             gc.collect()
             gc.freeze()
             self.made("what lived after the first step is left out of garbage collections")
-        elif self.is_frozen and not self.is_on:
+        elif self._is_frozen and not self.is_on:
             gc.unfreeze()
-        self.is_frozen = self.is_on
+        self._is_frozen = self.is_on
 
 
 def _looked_at(module: Any, call: Call, proof: FingerprintLog) -> Call:
@@ -396,8 +382,10 @@ def _as_float(dtype: torch.dtype, tensor: Any) -> Any:
 
 
 def _allow_tf32() -> tuple[tuple[Any, str, Any], ...]:
-    """Allow it by the interface that the script has used: the old one cannot even be read after the new one
-    was touched. The switches, with what they were; none where it was allowed already."""
+    """Allow TF32, by the newer interface where that has been used: the older one cannot be read any more.
+
+    Returns the switches that were set, with what they were.
+    """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     allowed: Any = True
@@ -425,11 +413,9 @@ def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> 
 
 
 class LossScale:
-    """What a GradScaler does, from outside: losses are scaled before `backward`, gradients unscaled as they
-    arrive.
+    """Scales losses before `backward`, and gradients back as they arrive: the script sees them in their true size.
 
-    So every gradient the script sees (to clip, to log) has its true size. A step whose gradients are not
-    finite is skipped, and the scale halved; after many good ones it is doubled.
+    A step whose gradients are not finite is skipped, and the scale halved; after many good ones it is doubled.
     """
 
     FIRST, GROW_AFTER = 2.0**16, 2000
@@ -454,8 +440,10 @@ class LossScale:
             self._scaling = False
 
     def guard(self, parameters: Iterable[Any]) -> None:
-        """Unscale what arrives at these parameters, and at those that the optimizers train now: a layer may
-        be unfrozen later, a group of parameters added. The optimizers look at it before they step."""
+        """Unscale what arrives at these parameters and at those that are trained now, and check it before a step.
+
+        Called for every backward pass: a layer may be unfrozen later, a group of parameters added.
+        """
         trained = (parameter for optimizer in self._optimizers for parameter in _trained_by(optimizer))
         for parameter in (*parameters, *trained):
             if parameter.requires_grad and self._guarded.get(parameter) is None:

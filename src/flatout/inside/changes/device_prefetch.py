@@ -4,13 +4,9 @@
                                        └─ the one after it is fetched if it is ready (else when it is asked for), and
                                           its copy begins while the GPU is still at work on this step
 
-All of it happens in the script's own thread. A thread of ours that did it during `backward` made the steps
-of a small model a tenth longer (H200, two turns), presumably because of the interpreter's lock.
-
-Beginning a copy takes time of the script's own thread: steps of 8 to 11 ms became up to 8% longer (H200,
-`gray` and `stock`, five runs; in one of them nothing showed). So a script that copies small page-locked
-batches itself, and does not wait for them, is left to that for the rest of the pass. Its batches are still
-fetched early.
+In the script's own thread: another one, during `backward`, made the steps of a small model a tenth longer (H200).
+Beginning a copy takes that thread's time: steps of 8 to 11 ms became up to 8% longer (H200, five runs). So a script
+that copies small page-locked batches itself, without waiting, goes on doing that; they are still fetched early.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ _LEFT = "batches are fetched early, and copied by the script: these are small, a
 
 
 class SideStream:
-    """A stream of our own on one GPU, for copies beside the script's work."""
+    """A stream of ours on one GPU, for copies beside the script's work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -50,11 +46,11 @@ class SideStream:
         """Begin to copy tensors to the GPU; the copies, and an event that says when they are over."""
         try:
             with torch.cuda.stream(self._stream):
-                # The original: what is done ahead of time is not timed, and not changed again.
+                # The original: copies ahead of time are neither timed nor changed again.
                 copies = [original(torch.Tensor.to)(host, self.device, non_blocking=True) for host in hosts]
                 return copies, self._stream.record_event()
         except BaseException:
-            self._stream.synchronize()  # what was begun still reads the script's memory
+            self._stream.synchronize()  # what was begun reads the script's memory
             raise
 
     def hand_over(self, copy: Any, done: Any) -> None:
@@ -84,15 +80,14 @@ class _Copy(NamedTuple):
     tensor: Any
     done: Any
     side: SideStream
-    begun_by: weakref.ref[DevicePrefetcher]  # the script may have given it up, and its workers have to end then
+    begun_by: weakref.ref[DevicePrefetcher]  # its workers have to end when the script gives it up
 
 
 class DevicePrefetch(LiveChange):
     """The change: `.to` and `.cuda` give copies that were begun before.
 
-    The script keeps its host batch, so whatever it does with it on the CPU goes on working. When it asks
-    for that very tensor on that very device, unchanged, the copy is the answer, once. Switched off, it leaves
-    that to the script; a batch that has been fetched already is still handed out in its turn.
+    The script keeps its batch on the host. When it asks for that very tensor on that very device, unchanged, the copy
+    is the answer, once. Switched off, a batch that was fetched already is still handed out in its turn.
     """
 
     name = "device_prefetch"
@@ -131,7 +126,7 @@ class DevicePrefetch(LiveChange):
         return call(tensor, *args, **kwargs)
 
     def _show(self, call: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """The script sees the memory of a tensor, and may write to it without being noticed."""
+        """The script sees the memory of a tensor, and may write to it unseen."""
         if self.copies:
             self._drop(tensor)
         return call(tensor, *args, **kwargs)
@@ -143,7 +138,7 @@ class DevicePrefetch(LiveChange):
             return host
         try:
             device, _, without_waiting, _ = torch._C._nn._parse_to(*args, **kwargs)
-        except Exception:  # `copy=True`, or a mistake of the script's, which the call will name
+        except Exception:  # `copy=True`, or a mistake of the script's
             return host
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
@@ -178,13 +173,12 @@ class DevicePrefetch(LiveChange):
         """A batch is handed out: the next step is likely to be its."""
         self._latest = weakref.ref(prefetcher)
         if not self._follows_steps and self._changes is not None:
-            # Late, so that the recorder's hook runs first: fetching is no part of the optimizer's time.
+            # After the recorder's hook: fetching is no part of the optimizer's time.
             self._follows_steps = True
             self._changes.on_leaving(register_optimizer_step_post_hook(self.step_ended).remove)
 
     def step_ended(self, *_: Any) -> None:
-        """An optimizer has stepped: the GPU is still at work, and fetching the next batch now costs it
-        nothing."""
+        """An optimizer has stepped, and the GPU is still at work: fetch the next batch now."""
         if torch.compiler.is_compiling() or self._latest is None:
             return
         prefetcher = self._latest()
@@ -193,14 +187,11 @@ class DevicePrefetch(LiveChange):
 
 
 def fetch_without_a_span(changes: Subscriber) -> None:
-    """Have iterators of ours announce every batch only where a profiler runs (an `ExecutionTraceObserver`
-    is none)."""
+    """Have iterators of ours announce their batches only where a profiler runs: that takes 40 µs a batch."""
     changes.around("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", _fetch_next)
 
 
 def _fetch_next(call: Any, iterator: Any) -> Any:
-    """The next batch. What PyTorch does around fetching it takes 40 µs in the middle of a training on a
-    CPU."""
     ours = isinstance(iterator, (DevicePrefetcher, FeedIterator)) and iterator._dataset_kind == _DatasetKind.Map
     if not ours or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return call(iterator)
@@ -210,16 +201,14 @@ def _fetch_next(call: Any, iterator: Any) -> Any:
 
 
 class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
-    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU on a stream of its
-    own.
+    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU.
 
-    A loop that reads its loss in every step leaves the GPU idle until the next step begins, and fetching
-    would add to that. So where every batch has its step, the batch after it is fetched at the end of that
-    step, if it is ready; else when it is asked for.
+    A loop that reads its loss in every step leaves the GPU idle until the next one begins. So where every batch has
+    its step, the next batch is fetched at the end of that step, if it is ready; else when it is asked for.
     """
 
     def __init__(self, inner: Any, side: SideStream, change: DevicePrefetch) -> None:
-        # PyTorch's own __init__ is not called: it would draw random numbers.
+        # PyTorch's __init__ would draw random numbers.
         self._inner = inner
         self._feeds = isinstance(inner, FeedIterator)  # PyTorch's cannot tell whether a batch is ready
         self._dataset_kind: Any = getattr(inner, "_dataset_kind", None)
@@ -259,7 +248,7 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
             try:
                 raise batch
             finally:
-                del batch  # it knows this frame by now, and would keep the workers until all of it is collected
+                del batch  # it knows this frame by now, and would keep the workers
         if self._change.is_on and not fetch_after_step and not (self._feeds and self._inner.made_when_asked):
             self._next = self._fetch_and_copy(self._fetch)
         return batch
@@ -268,7 +257,7 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
         return _fetch_next(original(torch_loader._BaseDataLoaderIter.__next__), self._inner)
 
     def look_ahead(self) -> None:
-        """A step is over: fetch the next batch unless it is there, or would have to be waited for."""
+        """A step is over: fetch the next batch, unless it has to be waited for."""
         if not self._feeds:
             return
         if self._since_step:
@@ -288,7 +277,7 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
         if batch is not NOT_YET and self._copies and self._change.is_on:
             try:
                 self._copy(_hosts_in(batch))
-            except Exception as problem:  # out of memory, for example: from now on the script copies for itself
+            except Exception as problem:  # out of memory, for example
                 self._copies = False
                 self._change.ledger.failed(self._change.name, problem)
         return batch
@@ -313,8 +302,7 @@ def _this_thread() -> tuple[int, int]:
 
 
 def _hosts_in(batch: Any) -> list[Any]:
-    """The tensors to copy: not those of inference mode, of which nobody could tell whether they were written
-    to since, and none that is laid out in another way than in rows."""
+    """The tensors to copy: none of inference mode, which do not say that they were written to, or of other layouts."""
     return [tensor for tensor in tensors_in(batch) if tensor.device.type == "cpu" and _can_be_copied(tensor)]
 
 

@@ -40,29 +40,28 @@ class Knobs:
         for change in self._options:
             for action in parser._actions:
                 if change.knob in action.option_strings and hasattr(namespace, action.dest):
-                    self._read(change, getattr(namespace, action.dest))
-                    setattr(namespace, action.dest, change.value)
+                    self._replace(change, vars(namespace), action.dest)
 
     def loaded(self, source: str, file: Any, values: Any) -> None:
         """A YAML or JSON text has been read; `file` is its name, if it has one."""
         for change, named, key in self._keys:
             if named == source if file is None else _same_file(named, file):
                 place = _find(values, key.split("."))
-                if place is None:
+                if place is not None:
+                    self._replace(change, *place)
+                else:
                     self._ledger.refused(change.name, f"there is no {change.knob}")
-                    continue
-                holder, last = place
-                self._read(change, holder[last])
-                holder[last] = change.value
 
-    def _read(self, change: Change, before: Any) -> None:
-        self._say(change, "read as", repr(redact_setting(change.knob, before)))
+    def _replace(self, change: Change, holder: Any, key: Any) -> None:
+        before = repr(redact_setting(change.knob, holder[key]))
+        holder[key] = change.value
+        self._say(change, "read as", before)
 
     def _say(self, change: Change, how: str, before: str) -> None:
         new = redact_setting(change.knob, change.value)
         self._ledger.made_by_knob(change.name, f"{change.knob} {how} {new!r} instead of {before}")
 
-    # -- Python config modules ---------------------------------------------------------------------
+    # -- Python config modules
 
     def _change_modules(self) -> None:
         """Compile the config modules with other values in their assignments."""
@@ -116,21 +115,16 @@ def _entries(value: ast.expr, put: Callable[[ast.expr], None], path: list[str]) 
 
 
 def _find(values: Any, path: list[str]) -> tuple[Any, Any] | None:
-    """What holds the value at the end of a path of keys, of whatever type these are, and the last of them; None where
-    nothing lies there."""
-    holder = key = None
-    for part in path:
-        keys: Iterable[Any] = ()
-        if isinstance(values, dict):
-            keys = values
-        elif isinstance(values, list):
-            keys = range(len(values))
-        by_name = {str(known): known for known in keys}
-        if part not in by_name:
-            return None
-        holder, key = values, by_name[part]
-        values = holder[key]
-    return holder, key
+    """What holds the value at the end of a path of keys, and its key, of whatever type; None where there is none."""
+    keys: Iterable[Any] = ()
+    if isinstance(values, dict):
+        keys = values
+    elif isinstance(values, list):
+        keys = range(len(values))
+    for key in keys:
+        if str(key) == path[0]:
+            return (values, key) if len(path) == 1 else _find(values[key], path[1:])
+    return None
 
 
 def _same_file(one: str, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What became of each change of the plan: applied, how and where; or not, and why. Standard library only."""
+"""Whether each change of the plan was made, how and where; or why not. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatout.redact import redact_setting, redact_text
 if TYPE_CHECKING:
     from flatout.model.plan import Change
 
-KNOBS = "FLATOUT_KNOBS"  # what a process tells the ones it starts: values it has changed as they were read
+KNOBS = "FLATOUT_KNOBS"  # tells the processes that this one starts which values were changed as they were read
 T = TypeVar("T")
 
 
@@ -23,53 +23,51 @@ class Ledger:
 
     def __init__(self, changes: Iterable[Change] = ()) -> None:
         self.changes = {change.name: change for change in changes}
-        self._made: dict[str, tuple[str, list[str]]] = {}  # how, and where: the first time and others
-        self._refused: dict[str, str] = {}
+        self._made: dict[str, str] = json.loads(os.environ.get(KNOBS, "{}"))  # how
+        self._places: dict[str, list[str]] = {}
+        self._refused: dict[str, str] = {}  # why
         self._off: set[str] = set()
-        for name, how in json.loads(os.environ.get(KNOBS, "{}")).items():
-            self._made[name] = (how, [])
 
     def wanted(self, name: str) -> Change | None:
-        """The change to make where things are built; None where it is not asked for, made by a knob, or
-        off."""
+        """The change to make in this process; None where it is not in the plan, made by a knob, or off."""
         change = self.changes.get(name)
         if change is None or change.knob or name in self._off:
             return None
         return change
 
     def made(self, name: str, how: str, where: str | None = None) -> None:
-        """It has been applied; how it was the first time counts."""
-        _, places = self._made.setdefault(name, (redact_text(how), []))
+        """It has been made; how it was the first time counts."""
+        self._made.setdefault(name, redact_text(how))
+        places = self._places.setdefault(name, [])
         if where is not None and where not in places:
             places.append(where)
 
     def made_otherwise(self, name: str, how: str) -> None:
-        """It is applied in another way than first said."""
-        _, places = self._made.get(name, ("", []))
-        self._made[name] = (how, places)
+        """It is made in another way than first said."""
+        self._made[name] = how
 
     def made_by_knob(self, name: str, how: str) -> None:
-        """It was applied when the script read its setting; processes that this one starts will know."""
-        how = redact_text(how)
+        """It was made when the script read its setting; processes that this one starts will know."""
         self.made(name, how)
         told = json.loads(os.environ.get(KNOBS, "{}"))
-        os.environ[KNOBS] = json.dumps({**told, name: how})
+        os.environ[KNOBS] = json.dumps({**told, name: redact_text(how)})
 
     def refused(self, name: str, why: str) -> None:
-        """It cannot be applied here. The first reason counts, unless it is applied elsewhere."""
+        """It cannot be made here. The first reason counts, unless it is made elsewhere."""
         self._refused.setdefault(name, redact_text(why))
 
     def failed(self, name: str, problem: BaseException, where: str | None = None) -> None:
-        """Something went wrong with it, `where` in the user's code if there: the change is off from now on."""
+        """It raised, perhaps `where` in the user's code: the change is off from now on."""
         why = f"{type(problem).__name__}: {problem}"
         self.withdraw(name, f"{why} at {where}" if where else why)
 
     def withdraw(self, name: str, why: str) -> None:
-        """It should not have been applied: it is off from now on."""
+        """It should not have been made: it is off from now on."""
         if name in self._off:
             return
         self._off.add(name)
         self._made.pop(name, None)
+        self._places.pop(name, None)
         self._refused[name] = redact_text(why)
         print(f"flatout: {name} is switched off ({self._refused[name]}); training goes on", file=sys.stderr)
 
@@ -83,17 +81,18 @@ class Ledger:
 
     def entries(self) -> tuple[AppliedChange, ...]:
         """For the trace: one entry a change, in the plan's order."""
-        return tuple(self._entry(change) for change in self.changes.values())
+        return tuple(map(self.entry, self.changes.values()))
 
-    def _entry(self, change: Change) -> AppliedChange:
-        how, places = self._made.get(change.name, (None, []))
+    def entry(self, change: Change) -> AppliedChange:
+        """Whether a change was made, how and where; or why not."""
+        how, places = self._made.get(change.name), self._places.get(change.name, [])
         no_occasion = f"the script did not read {change.knob}" if change.knob else "there was no occasion for it"
         return AppliedChange(
             name=change.name,
             value=redact_setting(change.knob, change.value),
             applied=how is not None,
             how=how or self._refused.get(change.name, no_occasion),
-            where=places[0] if places else None,
+            where=next(iter(places), None),
             also=tuple(places[1:]),
         )
 
@@ -104,20 +103,17 @@ class LiveChange:
     name = ""
 
     def __init__(self, ledger: Ledger) -> None:
-        change = ledger.changes.get(self.name)
-        self.value: Any = None
-        if change is not None:
-            self.value = change.value
         self.ledger = ledger
+        self.value: Any = getattr(ledger.changes.get(self.name), "value", None)
         self.is_on = True
 
     def on(self) -> None:
-        """Make the change from the next step on."""
+        """Make the change, from the next step on."""
         self.is_on = True
         self.switched()
 
     def off(self) -> None:
-        """Put back what it changed: from the next step on, training is as if it had never been made."""
+        """Train from the next step on as if it had never been made."""
         self.is_on = False
         self.switched()
 
@@ -126,13 +122,13 @@ class LiveChange:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the plan asks for it here, and nothing has gone wrong with it."""
+        """Whether the plan has it, and nothing has gone wrong with it."""
         return self.ledger.wanted(self.name) is not None
 
     def made(self, how: str, where: str | None = None) -> None:
-        """It has been applied."""
+        """It has been made."""
         self.ledger.made(self.name, how, where)
 
     def refused(self, why: str) -> None:
-        """It cannot be applied here."""
+        """It cannot be made here."""
         self.ledger.refused(self.name, why)

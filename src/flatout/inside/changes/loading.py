@@ -1,9 +1,8 @@
-"""Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a pass
-begins.
+"""Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a pass begins.
 
     DataLoader.__init__ ── num_workers, prefetch_factor, pin_memory, persistent_workers
     DataLoader._get_iterator ── loader: flatout's iterator ── device_prefetch: one batch ahead, its copy under way
-                                gpu_transforms: flatout's, whose samples record what the GPU is to do to them
+                                gpu_transforms: samples record what the GPU is to do to them
     a worker's main loop ── worker_threads
 
 All of it sits on the classes, so that earlier imports, subclasses and isinstance keep working.
@@ -81,7 +80,6 @@ class Loading:
         return self._kernels.compile_s
 
     # -- at construction
-    # --------------------------------------------------------------------------------------------
 
     def _build(self, init: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         called, where = caller(), caller(beyond=_FRAMEWORKS)
@@ -129,7 +127,6 @@ class Loading:
         return changed
 
     # -- when a pass begins
-    # -----------------------------------------------------------------------------------------
 
     def _get_iterator(self, build: Any, loader: Any) -> Any:
         device = None
@@ -177,14 +174,13 @@ class Loading:
                 return None, why
         options = LoaderOptions(
             workers="auto",
-            page_locked=True if page_locked else None,
+            page_locked=page_locked,
             defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
         )
         return iterator_for(loader, options, give_back=functools.partial(self._ledger.withdraw, "loader"))
 
     def _may_defer(self, loader: Any) -> bool:
-        """Whether this loader's samples may leave their transforms to the GPU; if they do, its first batch
-        says so."""
+        """Whether this loader's samples may leave their transforms to the GPU; its first batch says if they do."""
         device = self._device()
         why_not = why_not_deferred(loader)
         if device is None or device.type != "cuda":
@@ -224,8 +220,7 @@ def _why_not(name: str, dataset: Any, workers: int) -> str:
 
 
 def _own_sampler(loader: Any) -> str:
-    """The name of the script's own sampler, if it has one: it may say only when it is asked what comes
-    next."""
+    """The name of the script's own sampler, if it has one: it may say only when it is asked what comes next."""
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
         kind = type(sampler)
         if kind.__module__.partition(".")[0] not in _KNOWN_SAMPLERS:
