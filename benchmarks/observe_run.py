@@ -188,11 +188,11 @@ def cost(step_ms: float, folder: Path) -> dict[str, Any]:
 
 
 def training_for(training: Training, recording: Any, observed: bool, batches: Iterator[Any]) -> float:
-    recording.timing._time.off, training.batches = not observed, batches
+    recording._time.off, training.batches = not observed, batches
     try:
         return training.run(STEPS_A_TURN)
     finally:
-        recording.timing._time.off = False
+        recording._time.off = False
 
 
 def sync() -> None:

@@ -293,3 +293,24 @@ def test_a_host_that_runs_ahead_is_not_taken_for_a_fast_gpu(tmp_path: Path) -> N
     assert rank.xray.busy_ms / rank.xray.steps == pytest.approx(step_ms_on_gpu, rel=0.15)
     assert run.account is not None
     assert run.account["verdict"] == "compute.saturated"
+
+
+def test_the_operations_of_a_step_are_counted_once_and_training_is_the_same(tmp_path: Path) -> None:
+    """GIVEN products of known size, WHEN the run is recorded, THEN they are in its facts and change no weight."""
+
+    def weights(folder: Path | None) -> tuple[torch.Tensor, RankTrace | None]:
+        torch.manual_seed(0)
+        model, optimizer, x = made()
+
+        def train() -> None:
+            for _ in range(6):
+                heavy(model, optimizer, x)
+
+        rank = observe(folder, train) if folder is not None else train()
+        return model[0].weight.detach().clone(), rank
+
+    bare, _ = weights(None)
+    recorded, rank = weights(tmp_path / "run")
+    assert torch.equal(bare, recorded)
+    assert rank is not None
+    assert rank.facts.step_flops == 3 * 4 * 2 * 2048 * 1024 * 1024

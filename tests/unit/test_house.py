@@ -155,7 +155,8 @@ MAY_WRITE_OTHERWISE = {  # how often at most, and why
     ),
     "launch/launcher.py": (1, "a stream: what the command of a trial prints"),
     "inside/weights.py": (1, "renamed when it is whole; it goes with the proof, and the disk would hold training up"),
-    "fix/fix_command.py": (2, "a lock; and a folder, copied under another name and then renamed"),
+    "fix/fix_command.py": (1, "a lock"),
+    "fix/journal.py": (2, "a lock; and a folder, copied under another name and then renamed"),
     "inside/redirect.py": (99, "what a script writes in a trial, on its way to elsewhere"),
     "launch/sandbox.py": (99, "the kernel's files of a new user namespace"),
 }

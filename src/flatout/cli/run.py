@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from flatout.model.plan import Plan
 
 
+class Lines(str, Enum):
+    """How the lines are found that take the time."""
+
+    sampled = "sampled"
+    exact = "exact"
+
+
 @verb(options_metavar="[OPTIONS] -- COMMAND…", context_settings=TAKES_A_COMMAND)
 def run(
     context: typer.Context,
@@ -34,6 +42,9 @@ def run(
         "N", "Stop after N training steps, then measure the ceiling. For trying out.", min=1
     ),
     xray: bool = flag("--xray/--no-xray", "Record the kernels of a few steps with PyTorch's profiler.", default=True),
+    lines: Lines = option(
+        "sampled|exact", "How to find the lines that take the time; exact needs py-spy.", default=Lines.sampled
+    ),
     plan: Path | None = option("FILE", "Apply the changes in this plan, as kept by flatout fix."),
     auto: bool = flag("--auto", "Apply the safe changes without a trial: flatout's loader, page-locked batches, …"),
     strict: bool = flag("--strict", "With --auto: only changes that leave every batch bit for bit as it was."),
@@ -49,6 +60,8 @@ def run(
 
     `--plan FILE` trains with what `flatout fix` has kept; `--auto` with the changes that are safe without any trial.
 
+    `--lines exact` has py-spy look at the lines from outside: `pip install 'flatout[exact]'`.
+
     Output, signals and exit code are the command's own; the summary comes after it. FLATOUT=off switches it all off.
     """
     require_linux("run")
@@ -59,7 +72,9 @@ def run(
     check_outputs(json, html)
     hourly_price = read_price(price)
     folder = trace or launcher.default_folder(command or ["run"])
-    code = launcher.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
+    code = launcher.run(
+        command, folder=folder, max_steps=max_steps, xray=xray, plan=changes, exact_lines=lines is Lines.exact
+    )
     summarize_runs(
         folder,
         keep=trace is not None,

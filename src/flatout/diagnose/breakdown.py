@@ -4,17 +4,18 @@ The parts of a Breakdown add up to the wall time. Phases of training come from t
 most steps only waits and pauses were told apart: what those computed, and the GPU's idle time, is split as in the steps
 that were timed closely. Set-up, X-ray, a trial's replays and the tail come from the raw steps.
 
-Time of a line counts for the innermost line of the user's, with what it called in a library.
+Time of a line counts for the innermost line of the user's, with what it called in a library. Where py-spy has looked,
+a function keeps its time, and its lines share it as py-spy has seen them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.model.records import Frame, Stacks, StackTime
+from flatout.model.records import ExactLines, Frame, Stacks, StackTime
 from flatout.model.stats import enough
 from flatout.trace import RankTrace, Sketch, Step
 
@@ -31,6 +32,9 @@ _OUTSIDE_TORCH = re.compile(
     r"|^(for|while)\b|print\("
 )
 _NO_FRAME = Frame(where="", function="")
+# Phases in which the user's line is in a wrapper of flatout's, also where it calls nothing else that is Python.
+_WRAPPED = frozenset({"copy", "backward", "optimizer", "sync", "checkpoint", "logging", "loader start", "flatout"})
+_WRAPPER = "flatout"
 # Steps that are not plain training, in words.
 KINDS_IN_WORDS = {
     "setup": "set-up",
@@ -158,6 +162,10 @@ def _speed(steps: tuple[Step, ...], kind: str) -> float | None:
 
 # By line
 
+Function = tuple[str, str]  # file, name
+Line = tuple[Frame, str | None]  # a line of the user's, and what it called in a library
+Place = tuple[tuple[Function, ...], str | None]  # the user's functions, outermost first, and what the last one called
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotLine:
@@ -168,6 +176,7 @@ class HotLine:
     source: str | None
     called: str | None  # what it called in a library, as `numpy.histogram2d`
     share: float
+    exact: bool = False  # seen by py-spy; a sampled line may be off by a few, within its function
 
     @property
     def outside_torch(self) -> bool:
@@ -190,6 +199,11 @@ class HotFunction:
     lines: tuple[HotLine, ...]
 
     @property
+    def exact(self) -> bool:
+        """Whether its lines are exact."""
+        return self.hottest.exact
+
+    @property
     def hottest(self) -> HotLine:
         """The line that most of its time went to."""
         return self.lines[0]
@@ -202,18 +216,24 @@ def training_stacks(rank: RankTrace) -> list[Stacks]:
 
 def in_training(rank: RankTrace, phases: Collection[str] = OWN_CODE) -> tuple[HotFunction, ...]:
     """Where the training thread of a rank was in these phases."""
-    return hot_functions(training_stacks(rank), phases)
+    return hot_functions(training_stacks(rank), phases, _exact(rank, in_workers=False))
 
 
 def in_workers(rank: RankTrace, dataset: str, phases: Collection[str] = (SAMPLES,)) -> tuple[HotFunction, ...]:
     """Where the workers that load a dataset were; with `num_workers=0` the training process."""
     workers = [stacks for stacks in rank.stacks if stacks.dataset == dataset]
-    return hot_functions(workers, phases) if workers else in_training(rank, ("data",))
+    return hot_functions(workers, phases, _exact(rank, in_workers=True)) if workers else in_training(rank, ("data",))
 
 
-def hot_functions(all_stacks: Iterable[Stacks], phases: Collection[str]) -> tuple[HotFunction, ...]:
-    """The functions that took the time of these phases, the hottest first; none where too few looks show it."""
-    seconds: defaultdict[tuple[Frame, str | None], float] = defaultdict(float)
+def hot_functions(
+    all_stacks: Iterable[Stacks], phases: Collection[str], exact: ExactLines | None = None
+) -> tuple[HotFunction, ...]:
+    """The functions that took the time of these phases, the hottest first; none where too few looks show it.
+
+    Their lines are those of the `exact` stacks, where there are enough of them.
+    """
+    all_stacks = list(all_stacks)
+    seconds: defaultdict[Line, float] = defaultdict(float)
     looks = 0
     for frames, seen in _stacks_in(all_stacks, phases):
         own = next((frame for frame in reversed(frames) if frame.own), _NO_FRAME)
@@ -223,13 +243,82 @@ def hot_functions(all_stacks: Iterable[Stacks], phases: Collection[str]) -> tupl
     total_s = sum(seconds.values())
     if looks < ENOUGH_LOOKS or not total_s:
         return ()
+    exact_looks = _exact_looks(exact, all_stacks, phases) if exact is not None else {}
     lines = []
-    for (frame, called), spent_s in sorted(seconds.items(), key=lambda item: -item[1]):
-        share = spent_s / total_s
-        line = HotLine(where=frame.where, function=frame.function, source=frame.source, called=called, share=share)
+    for (frame, called), spent_s in sorted(_by_exact_line(seconds, exact_looks).items(), key=lambda item: -item[1]):
+        line = HotLine(
+            where=frame.where,
+            function=frame.function,
+            source=frame.source,
+            called=called,
+            share=spent_s / total_s,
+            exact=_function(frame) in exact_looks,
+        )
         if frame.where:
             lines.append(line)
     return _by_function(lines)
+
+
+def _exact(rank: RankTrace, *, in_workers: bool) -> ExactLines | None:
+    return next((exact for exact in rank.exact if exact.in_workers == in_workers), None)
+
+
+def _by_exact_line(seconds: Mapping[Line, float], looks: Mapping[Function, Mapping[Line, float]]) -> dict[Line, float]:
+    """Seconds by line, where the time of a function with exact looks is shared out as those have it."""
+    shared: defaultdict[Line, float] = defaultdict(float)
+    for line, spent_s in seconds.items():
+        exact = looks.get(_function(line[0]), {line: 1.0})
+        total = sum(exact.values())
+        for exact_line, count in exact.items():
+            shared[exact_line] += spent_s * count / total
+    return shared
+
+
+def _exact_looks(
+    exact: ExactLines, all_stacks: Sequence[Stacks], phases: Collection[str]
+) -> dict[Function, dict[Line, float]]:
+    """How often each line was seen in these phases, for the functions that were seen often enough.
+
+    An exact stack has no phase: it counts for these as far as sampled stacks at the same place fell into them.
+    """
+    share = _shares_of_places(all_stacks, phases)
+    users = {_file(frame.where) for stacks in all_stacks for frame in stacks.frames if frame.own}
+    sources = {frame.where: frame.source for stacks in all_stacks for frame in stacks.frames if frame.source}
+    found: defaultdict[Function, defaultdict[Line, float]] = defaultdict(lambda: defaultdict(float))
+    for frames, called, place, looks in _exact_places(exact, users):
+        where = frames[-1].where
+        line = replace(frames[-1], own=True, source=sources.get(where, frames[-1].source))
+        if weight := share.get(place, 1.0):
+            found[_function(line)][line, called] += looks * weight
+    return {function: dict(lines) for function, lines in found.items() if sum(lines.values()) >= ENOUGH_LOOKS}
+
+
+def _exact_places(exact: ExactLines, users: Collection[str]) -> Iterator[tuple[list[Frame], str | None, Place, int]]:
+    """Of each exact stack the user's frames, what the last of them called in a library, the place, and the looks."""
+    for stack in exact.stacks:
+        frames = [exact.frames[number] for number in stack.frames if number < len(exact.frames)]
+        depth = max((n for n, frame in enumerate(frames, 1) if _file(frame.where) in users), default=0)
+        own = [frame for frame in frames[:depth] if _file(frame.where) in users]
+        inside = [frame for frame in frames[depth:] if not frame.where.startswith("<")]
+        called = _library_call(next((frame for frame in inside if not frame.where.startswith(f"{_WRAPPER}/")), None))
+        if own:
+            place = tuple(map(_function, own)), called or (_WRAPPER if inside else None)
+            yield own, called, place, stack.looks
+
+
+def _shares_of_places(all_stacks: Iterable[Stacks], phases: Collection[str]) -> dict[Place, float]:
+    """Which share of the time at each place fell into these phases."""
+    in_phases: defaultdict[Place, float] = defaultdict(float)
+    in_all: defaultdict[Place, float] = defaultdict(float)
+    every = {seen.phase for stacks in all_stacks for seen in stacks.stacks}
+    for frames, seen in _stacks_in(all_stacks, every):
+        called = _library_call(next((frame for frame in frames if not frame.own), None))
+        if called is None and seen.phase in _WRAPPED:
+            called = _WRAPPER
+        place = tuple(map(_function, _own(frames))), called
+        in_all[place] += seen.seconds
+        in_phases[place] += seen.seconds * (seen.phase in phases)
+    return {place: in_phases[place] / spent_s for place, spent_s in in_all.items() if spent_s}
 
 
 def lines_where(functions: Iterable[HotFunction], keep: Callable[[HotLine], bool]) -> tuple[HotFunction, ...]:
@@ -276,6 +365,10 @@ def _chains(frames: Iterable[Frame]) -> list[tuple[tuple[str, str], ...]]:
 
 def _file(where: str) -> str:
     return where.rpartition(":")[0]
+
+
+def _function(frame: Frame) -> Function:
+    return _file(frame.where), frame.function
 
 
 def _by_function(lines: Iterable[HotLine]) -> tuple[HotFunction, ...]:

@@ -152,8 +152,11 @@ class Recording:
         Timing(self._time, process.roots, self.recorder, self).install()
         self.attention = run_facts.AttentionWatch(process.patches)
         self._time.on_leaving(self.attention.leave)
+        self.flops = run_facts.FlopWatch(process.roots)
+        self._time.on_leaving(self.flops.leave)
         if options.trial is not None:  # the changes that it tries may compile
             self.attention.leave()
+            self.flops.leave()
         if bounded:
             self._bound()
         self.stacks = StackSampler(
@@ -202,6 +205,8 @@ class Recording:
         if bounded is not None:
             bounded.step_ended()
         self.attention.step_ended()
+        if self.flops.step_ended():
+            recorder.set_kind("warmup")
         if self._writer is None:
             recorder.as_own(self._open_trace)
         elif self._writer.error is not None:
@@ -209,7 +214,7 @@ class Recording:
         if recorder.steps >= self._facts_at_step:
             self._facts_at_step *= _FACTS_EVERY_TIMES
             recorder.as_own(self._write_facts)
-        every_step = bounded is not None or self.attention.wants_every_step
+        every_step = bounded is not None or self.attention.wants_every_step or not self.flops.is_over
         if xray is not None and not xray.done and torch.cuda.is_initialized():
             every_step = True
             if bounded is None:
@@ -286,6 +291,7 @@ class Recording:
             gradient_exchange=self._exchange,
             parallel=self._parallel,
             attention=self.attention.found,
+            step_flops=self.flops.of_a_step,
             settings=tuple(self.settings.read),
             own_cost=self.own_cost(),
         )

@@ -18,13 +18,16 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from flatout.inside.patches import Subscriber
 from flatout.inside.recorder import OWN, Recorder
+
+if TYPE_CHECKING:
+    from flatout.inside.flops import FlopCount
 
 _MODULE = "torch.nn.modules.module.Module"
 _LOOKS = 4
@@ -74,6 +77,7 @@ class RootModules:
         self._script_compiles_functions = False
         self._compiles_in_place = False
         self.inside_changed = False
+        self.flops: FlopCount | None = None  # of the calls that learn, in the step that is counted
 
     def note_living(self) -> None:
         """Note the modules that are there already, by looking through all objects: slow."""
@@ -281,6 +285,8 @@ class _Mark:
         if roots.is_untimed():
             return call(*args, **kwargs)
         self.called = True
+        if roots.flops is not None and learns:
+            call = roots.flops.around(call)
         roots.begin(learns=learns, training=training, trained=self.trained)
         try:
             return call(*args, **kwargs)

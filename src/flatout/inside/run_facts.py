@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flatout.inside.patches import Patches, Stage
+from flatout.inside.root_modules import RootModules
 from flatout.inside.stacks import caller
 from flatout.model.records import (
     Facts,
@@ -147,6 +148,37 @@ def _guarded(read: Any) -> Any:
         return read()
     except RuntimeError:
         return None
+
+
+# -- what the model computes
+
+
+class FlopWatch:
+    """Counts what the model computes in the second step: on a GPU, and where nothing is compiled."""
+
+    def __init__(self, roots: RootModules) -> None:
+        self.of_a_step: int | None = None
+        self.is_over = False
+        self._roots = roots
+
+    def step_ended(self) -> bool:
+        """A training step is over; whether the next one is counted, and takes longer."""
+        if self.is_over:
+            return False
+        count = self._roots.flops
+        if count is None and torch.cuda.is_initialized() and not compiled_frames():
+            from flatout.inside.flops import FlopCount  # takes a tenth of a second
+
+            self._roots.flops = FlopCount()
+            return True
+        if count is not None:
+            self.of_a_step = count.of_a_step
+        self.leave()
+        return False
+
+    def leave(self) -> None:
+        """Count no more."""
+        self.is_over, self._roots.flops = True, None
 
 
 # -- attention written out by hand

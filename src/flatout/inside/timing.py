@@ -1,8 +1,8 @@
-"""What a Recorder is told of the training thread (Timing: the TIME stage of the patch layer), and what the GPU does
-meanwhile (CudaClock, LossReader).
+"""What happens in the training thread (Timing: the TIME stage of the patch layer), and what the GPU does meanwhile
+(CudaClock, LossReader). A Recorder gets both.
 
-If anything of ours raises, all of this is taken off, that is said once, and the script's calls go through. CUDA is
-touched by the training thread only, never while a graph is captured, and nothing waits for it.
+An exception of ours takes all of this off, once and with one line; the script's calls go through. CUDA is touched by
+the training thread only, never while a graph is captured, and nothing waits for it.
 """
 
 from __future__ import annotations

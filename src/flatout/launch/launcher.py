@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.launch import sandbox
+from flatout.launch.exact_lines import PySpies, find_py_spy
 from flatout.launch.hook import HOOK, OLDEST_PYTHON
 from flatout.launch.launch_ranks import end_with_parent
 from flatout.launch.protocol import (
@@ -68,20 +69,23 @@ def run(
     xray: bool = True,
     plan: Plan | None = None,
     trial: Trial | None = None,
+    exact_lines: bool = False,
     ends_with_us: bool = False,
     ask_after_s: float = ASK_AFTER_S,
 ) -> int:
     """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it).
 
-    Where no step has come after `ask_after_s`, a line says what its processes are doing. A command lives on when we
-    are killed, unless it `ends_with_us`: then it gets SIGTERM. The output of a `trial` goes to `output.txt` in the
-    folder, and its exit code is `TIMED_OUT` where it had to be ended.
+    With `exact_lines`, py-spy looks at its ranks. Where no step has come after `ask_after_s`, a line says what its
+    processes are doing. A command lives on when we are killed, unless it `ends_with_us`: then it gets SIGTERM. The
+    output of a `trial` goes to `output.txt` in the folder, and its exit code is `TIMED_OUT` where it had to be ended.
     """
     if not command:
         raise UsageError("no command given: flatout run -- python train.py …")
     program = shutil.which(command[0])
     if program is None:
         return _no_program(command[0])
+    on = os.environ.get("FLATOUT") != "off"
+    py_spy = find_py_spy() if exact_lines and on else None
     options = Options(
         folder=folder.absolute(),
         name=_name(command),
@@ -90,8 +94,9 @@ def run(
         xray=xray,
         plan=plan,
         trial=trial,
+        read_by=os.getpid() if py_spy is not None else None,
     )
-    measured = os.environ.get("FLATOUT") != "off" and _make_folder(options.folder)
+    measured = on and _make_folder(options.folder)
     if trial is not None and not measured:
         raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
     if plan is not None and not measured:
@@ -113,7 +118,7 @@ def run(
         )
         if isinstance(process, int):
             return process
-        with _blocked(), _watching(process.pid, options, ask_after_s) if measured else nullcontext():
+        with _blocked(), _watching(process.pid, options, ask_after_s, py_spy) if measured else nullcontext():
             code = _wait(process, received)
     if measured:
         _conclude(options, code)
@@ -263,11 +268,11 @@ def _info(options: Options, pid: int) -> RunInfo:
 
 
 @contextmanager
-def _watching(pid: int, options: Options, ask_after_s: float) -> Iterator[None]:
+def _watching(pid: int, options: Options, ask_after_s: float, py_spy: str | None = None) -> Iterator[None]:
     """Watch a command until it ends."""
     stop = threading.Event()
     thread = threading.Thread(
-        target=_watch, args=(pid, options, ask_after_s, stop), name="flatout-hardware", daemon=True
+        target=_watch, args=(pid, options, ask_after_s, py_spy, stop), name="flatout-hardware", daemon=True
     )
     try:
         thread.start()
@@ -282,13 +287,14 @@ def _watching(pid: int, options: Options, ask_after_s: float) -> Iterator[None]:
         thread.join()
 
 
-def _watch(pid: int, options: Options, ask_after_s: float, stop: threading.Event) -> None:
+def _watch(pid: int, options: Options, ask_after_s: float, py_spy: str | None, stop: threading.Event) -> None:
     began_s, look_after_s = time.monotonic(), 1.0
     try:
         with (
             closing(FirstStep(options.folder, began_s, ask_after_s)) as first_step,
             Sampler(pids=[pid]) as sampler,
             TraceWriter(options.folder, _info(options, pid)) as writer,
+            closing(PySpies(py_spy, pid)) as py_spies,
         ):
             sample = sampler.read()
             while not stop.wait(PULSE_EVERY_S):
@@ -301,12 +307,13 @@ def _watch(pid: int, options: Options, ask_after_s: float, stop: threading.Event
                             say(text)
                 if text := first_step.look(now_s, sample.processes):
                     say(text)
+                py_spies.look(recordings(options.folder))
                 sampler.pulse()
                 if sampler.due(_SAMPLE_EVERY_S):
                     sample = sampler.read()
                     writer.write(sample)
             writer.write(sampler.read())
-            for text in [*sampler.notes, *reasons_not_measured(options.folder)]:
+            for text in [*sampler.notes, *reasons_not_measured(options.folder), *py_spies.conclude()]:
                 writer.write(Note(time_s=time.monotonic(), text=text))
     except Exception as problem:
         # A command that has ended cannot be watched: that is no fault.

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ TURNS = "turns.json"  # the results of the changes that a trial has decided in t
 MOST_STEPS = 1_500  # of a trial, however short they are
 WEIGHTS_EVERY = 5  # steps
 WEIGHTS_OVER = "over"  # the file that says that a run leaves no more weights
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_PARENTS_ONLY, _PR_SET_PTRACER = "1", 0x59616D61
 _PIPE = "FLATOUT_HEARD"
 _LISTENS = 0  # no signal: a process writes down what it receives
 _LATELY_S = 1.0
@@ -76,6 +79,7 @@ class Options:
     xray: bool = True
     plan: Plan | None = None
     trial: Trial | None = None
+    read_by: int | None = None  # a process that may read the memory of those that are measured, and so may its children
 
     def to_environment(self) -> str:
         """The value of the variable. The system takes 128 KiB at most: what a plan says of changes tried stays out."""
@@ -141,6 +145,24 @@ def answer(folder: Path, doing: str) -> None:
     """Answer the launcher."""
     with suppress(OSError):
         write_whole(folder / f"{REQUEST}-{os.getpid():010d}", doing)
+
+
+# --- by the system ---------------------------------------------------------------------------------------------
+
+
+def let_be_read(by: int) -> None:
+    """Let process `by` and its children, such as py-spy, read the memory of this process and of those it forks.
+
+    Most systems let any process of the same user do so, those with Yama only the parents of a process.
+    """
+    with suppress(OSError):
+        if _YAMA.read_text().strip() != _PARENTS_ONLY:
+            return
+        import ctypes
+
+        permit = partial(ctypes.CDLL(None).prctl, _PR_SET_PTRACER, *map(ctypes.c_ulong, (by, 0, 0, 0)))
+        permit()
+        os.register_at_fork(after_in_child=permit)
 
 
 # --- by a pipe ----------------------------------------------------------------------------------------------

@@ -183,6 +183,7 @@ class Facts(OptimizerFacts):
     gradient_exchange: GradientExchange | None = None
     parallel: ParallelFacts | None = None
     attention: WrittenAttention | None = None
+    step_flops: int | None = None  # of the model, forward and backward
     settings: tuple[SettingsRead, ...] = ()
     own_cost: OwnCost | None = None
     changes: tuple[AppliedChange, ...] = ()
@@ -459,6 +460,27 @@ class Stacks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StackCount:
+    """How often one stack was seen: `frames` by number, outermost first."""
+
+    frames: tuple[int, ...]
+    looks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactLines:
+    """Where a rank's main thread was, or those of its loader workers together, as py-spy saw it from outside.
+
+    Its lines are exact, but it knows no phases, and only by its path whose a file is: Stacks know both.
+    """
+
+    time_s: float
+    in_workers: bool
+    frames: tuple[Frame, ...]
+    stacks: tuple[StackCount, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSample:
     """One disk over one interval."""
 
@@ -501,7 +523,9 @@ class Sample:
     processes: tuple[ProcessSample, ...] = ()
 
 
-Record = RunInfo | Step | Window | Note | Sample | Summary | FactsRecord | Xray | WorkerReport | Stacks | End
+Record = (
+    RunInfo | Step | Window | Note | Sample | Summary | FactsRecord | Xray | WorkerReport | Stacks | ExactLines | End
+)
 
 KINDS: dict[str, type[Any]] = {
     "run": RunInfo,
@@ -514,6 +538,7 @@ KINDS: dict[str, type[Any]] = {
     "xray": Xray,
     "worker": WorkerReport,
     "stacks": Stacks,
+    "exact lines": ExactLines,
     "end": End,
 }
 _NAMES = {record: kind for kind, record in KINDS.items()}

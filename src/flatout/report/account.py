@@ -38,6 +38,7 @@ from flatout.model.formatting import (
     ms,
     shown_in,
 )
+from flatout.model.gpus import peak
 from flatout.model.records import SPANS_A_STEP, Facts, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.trace import GpuSample, Note, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport
@@ -157,7 +158,7 @@ class PhaseLines:
         rows = []
         for line in (line for function in self.functions for line in function.lines):
             shares = {"share_of_phase": line.share, "share": line.share * self.share}
-            code = {name: getattr(line, name) for name in ("where", "function", "called", "source")}
+            code = {name: getattr(line, name) for name in ("where", "function", "called", "source", "exact")}
             rows.append({"phase": self.phase, **code, **shares})
         return sorted(rows, key=lambda row: -row["share"])
 
@@ -233,6 +234,19 @@ class RecordedRun:
         for report in self.first.workers:
             groups.setdefault((report.dataset, report.length), []).append(report)
         return tuple(_summed_up(reports) for reports in groups.values() if any(r.samples for r in reports))
+
+    @cached_property
+    def model_flops(self) -> dict[str, Any] | None:
+        """What the model computes, and which share that is of what the GPU's maker states; None where not counted."""
+        seen, facts = self.breakdown, self.facts
+        if facts.step_flops is None or not seen.steps or not seen.training_ms:
+            return None
+        tflops = facts.step_flops * seen.steps / seen.training_ms / 1e9
+        data: dict[str, Any] = {"of_a_step": facts.step_flops, "tflops": tflops}
+        known = peak(facts)
+        if known is not None:
+            data |= {"peak_tflops": known[0], "precision": known[1], "share": tflops / known[0]}
+        return data
 
     @cached_property
     def costs(self) -> dict[str, Any]:
@@ -342,6 +356,7 @@ class RecordedRun:
             "workers": [_with_quantiles(workers) for workers in self.workers],
             "hardware": self.hardware,
             "costs": self.costs,
+            "model_flops": self.model_flops,
             "overhead": self.overhead,
             "notes": self.notes,
         }

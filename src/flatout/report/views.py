@@ -255,6 +255,12 @@ def _figures(run: RecordedRun) -> list[tuple[str, str, str]]:
         rows.append(("GPU-Util", f"{util:.0f}%", "this GPU does not report how many SMs were active"))
     if xray is not None and xray.wall_ms:
         rows.append(("GPU busy", f"{xray.busy_ms / xray.wall_ms:.0%}", f"X-ray of {count_of(xray.steps, 'step')}"))
+    flops = run.model_flops
+    if flops is not None and "share" in flops:
+        peak = f"of {flops['peak_tflops']:g} TFLOP/s, the maker's figure for {flops['precision']}"
+        rows.append(("model FLOPs", f"{flops['share']:.1%}", f"{flops['tflops']:.3g} {peak}"))
+    elif flops is not None:
+        rows.append(("model FLOPs", f"{flops['tflops']:.3g} TFLOP/s", "what this GPU could do is not known"))
     return rows
 
 
@@ -405,7 +411,8 @@ def _frame(function: HotFunction) -> CodeFrame:
     for number in sorted(number for number in largest if shares[number] >= MIN_LINE):
         rows.append((number, known[number].source or "", known[number].called or "", shares[number]))
     file = Path(function.hottest.where.rpartition(":")[0]).name
-    return CodeFrame(title=f"{file}, {function.name}: {function.share:.0%} of that", lines=rows)
+    title = f"{file}, {function.name}: {function.share:.0%} of that" + "; exact lines" * function.exact
+    return CodeFrame(title=title, lines=rows)
 
 
 def _slow_samples(run: RecordedRun) -> list[Part]:

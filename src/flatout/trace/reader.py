@@ -21,6 +21,7 @@ from flatout.model.records import (
     KINDS,
     SCHEMA,
     End,
+    ExactLines,
     Facts,
     FactsRecord,
     Note,
@@ -41,6 +42,12 @@ R = TypeVar("R", bound=RunInfo | Summary)
 MOST_IN_MEMORY = 400_000_000  # bytes, about: enough for some hundred million steps
 LONGEST_LINE = 4_000_000  # bytes
 _BYTES_A_VALUE = 60  # in memory, beside its text
+# Files of a rank that are read with its own: their records, and what a value takes in memory.
+_BESIDE_A_RANK: dict[str, tuple[tuple[type[Any], ...], int]] = {
+    "workers-": ((WorkerReport, Stacks), 0),
+    "lines-": ((ExactLines,), _BYTES_A_VALUE),
+}
+_NOT_OPENED = (*_BESIDE_A_RANK, "proof-")
 _VALUES = (b",", b":", b"[", b"{")  # a value follows each of them
 # A line that does not match has no control character, and no half of a character, which cannot be written again.
 _UNSAFE = re.compile(rb"\\u(00|20|d)|\\[bf]|[\x7f-\xff]", re.IGNORECASE)
@@ -58,6 +65,7 @@ class RankTrace:
     xray: Xray | None = None
     workers: tuple[WorkerReport, ...] = ()
     stacks: tuple[Stacks, ...] = ()  # of the training thread, and of each worker
+    exact: tuple[ExactLines, ...] = ()  # with `--lines exact`: of the main thread, and of all workers
     end: End | None = None
 
     def every_step(self) -> list[Step] | None:
@@ -83,7 +91,7 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
     """The trace in `folder`; of the given ranks only, where there are too many to read."""
     if not folder.is_dir():
         raise TraceError(f"no trace at {folder}: there is no such folder")
-    files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith(("workers-", "proof-")))
+    files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith(_NOT_OPENED))
     if not files:
         raise _no_trace(folder)
     parts: list[Trace] = []
@@ -102,13 +110,14 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
         if info.rank is None:
             parts.append(_machine(info, records))
             continue
-        beside = _File(folder / f"workers-{info.rank:05d}.jsonl", room // 4, a_value=0)
-        if beside.path.exists():
-            by_worker = beside.by_kind()
-            records[WorkerReport] = by_worker[WorkerReport]
-            records[Stacks] += by_worker[Stacks]
-            records[Note] += beside.remarks(info)
-            room -= beside.taken
+        for name, (kinds, a_value) in _BESIDE_A_RANK.items():
+            beside = _File(folder / f"{name}{info.rank:05d}.jsonl", room // 4, a_value=a_value)
+            if beside.path.exists():
+                found = beside.by_kind()
+                for kind in kinds:
+                    records[kind] += found[kind]
+                records[Note] += beside.remarks(info)
+                room -= beside.taken
         parts.append(Trace(ranks=(_rank(info, records),), samples={}))
     if not parts:
         raise TraceError(f"{folder} is not a trace: its .jsonl files are empty")
@@ -187,6 +196,7 @@ def _rank(info: RunInfo, records: dict[type[Any], list[Any]]) -> RankTrace:
         xray=next(iter(records[Xray]), None),
         workers=tuple(records[WorkerReport]),
         stacks=tuple(records[Stacks]),
+        exact=tuple(records[ExactLines]),
         end=next(iter(records[End]), None),
     )
 
@@ -302,6 +312,8 @@ def _replaced_by(record: Record) -> object:
         return record.pid, record.born_s
     if isinstance(record, Stacks):
         return record.pid, record.dataset
+    if isinstance(record, ExactLines):
+        return ExactLines, record.in_workers
     return type(record) if isinstance(record, FactsRecord | Xray | End) else None
 
 

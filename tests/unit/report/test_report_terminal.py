@@ -10,7 +10,7 @@ from report_runs import looks, printed, rank_of, recorded, report_of, steps_of, 
 
 from flatout.check import NOT_APPLICABLE, Checklist, Line
 from flatout.diagnose.breakdown import Breakdown
-from flatout.model.records import Facts, OwnCost
+from flatout.model.records import ExactLines, Facts, OwnCost, StackCount
 from flatout.report import run_of
 from flatout.report.comparison import compare
 from flatout.report.terminal import show, show_checklist, wrapped
@@ -75,6 +75,22 @@ def test_the_lines_that_took_the_time_are_shown_as_they_stand_in_the_file() -> N
         ["80%", "12", "│", "h", "=", "np.histogram(prediction)", "→", "numpy.hist"],
         ["20%", "13", "│", "return", "total"],
     ]
+
+
+def test_exact_lines_are_called_exact() -> None:
+    spans = [Span(name="forward", start_ms=0, host_ms=6.0), Span(name="rest", start_ms=6, host_ms=4.0)]
+    seen = looks("rest", "metrics.py:12", "f_score", "numpy/hist.py:3", "h = np.histogram(prediction)")
+    frames = (seen.frames[0], replace(seen.frames[1], where="metrics.py:11", source="total = total + other"))
+    stacks = (StackCount(frames=(0, 1), looks=50),)
+    exact = ExactLines(time_s=110.0, in_workers=False, frames=frames, stacks=stacks)
+    rank = rank_of([replace(step(n), spans=tuple(spans)) for n in range(60)], stacks=(seen,), exact=(exact,))
+    run = run_of(trace_of(rank), "runs/one")
+    _, _, code = printed(lambda console: show(run, console)).partition("Your own code: 40% of training's time")
+    assert [line.split() for line in code.splitlines()[1:3]] == [
+        ["metrics.py,", "f_score:", "100%", "of", "that;", "exact", "lines"],
+        ["100%", "11", "│", "total", "=", "total", "+", "other"],
+    ]
+    assert [(line["where"], line["exact"]) for line in run.to_json()["lines"]] == [("metrics.py:11", True)]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatout.model.errors import TraceError
+from flatout.model.records import ExactLines, Frame, StackCount, encode
 from flatout.trace import SCHEMA, RunInfo, Sample, Step, TraceWriter, merge, read, read_summaries
 
 
@@ -53,6 +54,20 @@ def test_outliers_after_the_last_window_do_not_pass_for_all_steps(tmp_path: Path
     path.write_bytes(path.read_bytes() + json.dumps(lone).encode() + b"\n")
     assert counted(tmp_path) == 50
     assert read(tmp_path).ranks[0].steps[-1].index == 77
+
+
+def test_exact_lines_belong_to_their_rank_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+    record(tmp_path, rank=0)
+    record(tmp_path, rank=1)
+    stacks = (StackCount(frames=(0,), looks=12),)
+    frames = (Frame(where="train.py:7", function="metric"),)
+    seen = [ExactLines(time_s=1.0, in_workers=workers, frames=frames, stacks=stacks) for workers in (False, True)]
+    written = [json.dumps(encode(one)) for one in seen]
+    damaged = written[0].replace("12", '"many"')
+    (tmp_path / "lines-00001.jsonl").write_text("\n".join([*written, damaged, "main;train 12", ""]))
+    first, second = read(tmp_path).ranks
+    assert (first.exact, second.exact) == ((), tuple(seen))
+    assert "lines-00001.jsonl: 2 damaged lines were left out" in second.notes[-1].text
 
 
 def test_damaged_lines_and_unknown_records_are_passed_over(tmp_path: Path) -> None:

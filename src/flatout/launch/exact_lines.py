@@ -1,0 +1,239 @@
+"""Exact lines, for `flatout run --lines exact`: a `py-spy record` beside each rank, and what it has seen, in the trace.
+
+py-spy runs outside the training and reads its memory. It writes to a file without a name, since its output holds the
+command lines of all processes; `lines-NNNNN.jsonl` keeps the stacks of main threads. What goes wrong is a sentence for
+the report and never touches the training.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from flatout.files import write_whole
+from flatout.model.errors import UsageError
+from flatout.model.formatting import exit_in_words, printable
+from flatout.model.records import ExactLines, Frame, Record, RunInfo, StackCount, encode
+from flatout.redact import redact_text
+from flatout.sample.process import descendants
+from flatout.trace.checked import from_json
+
+# Idle threads too: a line that waits takes time. Without --nonblocking it would stop the training at each look.
+_LOOKS = ("--idle", "--threads", "--subprocesses", "--nonblocking", "--rate", "50")
+_OUTPUT = ("--format", "raw", "--full-filenames", "--output")
+_END_WITHIN_S = 5.0
+_MOST_STACKS, _DEEPEST = 2_000, 128  # of a record, of a stack
+_LONGEST_LINE, _MOST_SAID = 1 << 16, 300  # of py-spy's output, of its errors
+_LARGEST_SOURCE = 10_000_000
+# A line of its output: PROCESS;thread (4711): MainThread;FRAME;FRAME 12. Commands of processes may hold semicolons.
+_STACK = re.compile(r"(?:.*;)?thread \((\d{1,9})\)(?:: ([^;]*))?;(.*) (\d{1,9})")
+_FRAME = re.compile(r"(.+) \((.+):(\d{1,9})\)")
+# Where a loader worker begins; what lies outside is the training process that was forked.
+_WORKER_BEGINS = ("torch/utils/data/_utils/worker.py", "flatout/feed/worker.py")
+_LIBRARIES = re.compile(r".*/(?:site|dist)-packages/|.*/lib(?:64)?/python3\.\d+/")
+_OURS = str(Path(__file__).parents[2]) + os.sep
+
+Line = tuple[str, str, int]  # function, file, number
+Counts = Counter[tuple[Line, ...]]  # of stacks, outermost line first
+
+
+def find_py_spy() -> str:
+    """The program, on PATH or beside flatout's Python."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        raise UsageError("--lines exact needs the program py-spy, which is not here: pip install 'flatout[exact]'")
+    return program
+
+
+class PySpies:
+    """The py-spys of the command whose first process is `root`; without a `program` there are none."""
+
+    def __init__(self, program: str | None, root: int) -> None:
+        self._program, self._root = program, root
+        self._known: set[Path] = set()
+        self._spies: list[_PySpy] = []
+        self._why_none: dict[int | None, str] = {}  # by rank
+
+    def look(self, folders: Iterable[Path]) -> None:
+        """Start one for each rank that has begun to record into one of these folders."""
+        if self._program is None:
+            return
+        for file in (file for folder in folders for file in folder.glob("rank-*.jsonl")):
+            if file in self._known or (info := _rank_in(file)) is None:
+                continue
+            self._known.add(file)
+            # In a container of the command's own, the number would be that of another process.
+            if info.host == socket.gethostname() and info.pid in {self._root, *descendants(self._root)}:
+                try:
+                    self._spies.append(_PySpy(self._program, info, file))
+                except OSError as problem:
+                    self._why_none[info.rank] = f"py-spy did not start: {problem.strerror}"
+
+    def conclude(self) -> list[str]:
+        """End them and keep what they have seen; for each rank of which that is nothing, why."""
+        for spy in self._spies:
+            spy.signal(signal.SIGINT)  # it writes what it has seen, and ends
+        end_s = time.monotonic() + _END_WITHIN_S
+        why = self._why_none | {spy.info.rank: spy.conclude(end_s) for spy in self._spies}
+        return [f"the lines of rank {rank} are sampled, not exact: {text}" for rank, text in why.items() if text]
+
+    def close(self) -> None:
+        """Leave none of them behind."""
+        for spy in self._spies:
+            spy.close()
+
+
+def _rank_in(file: Path) -> RunInfo | None:
+    """The rank that records into this file, once its first line is there."""
+    with suppress(OSError, ValueError), file.open("rb") as opened:
+        return from_json(RunInfo, json.loads(opened.readline(_LONGEST_LINE)))
+    return None
+
+
+class _PySpy:
+    """A py-spy that looks at one rank and the processes below it."""
+
+    def __init__(self, program: str, info: RunInfo, file: Path) -> None:
+        self.info = info
+        self._lines_file = file.with_name(file.name.replace("rank", "lines", 1))
+        self._folder = f"{Path(f'/proc/{info.pid}/cwd').readlink()}{os.sep}"
+        self._problem = ""
+        with ExitStack() as files:
+            self._seen, self._said = (files.enter_context(TemporaryFile()) for _ in range(2))
+            self._pid = self._started(program)
+            self._handle = os.pidfd_open(self._pid)  # -1 once it has been waited for
+            self._files = files.pop_all()
+
+    def _started(self, program: str) -> int:
+        seen, said = f"/proc/{os.getpid()}/fd/{self._seen.fileno()}", self._said.fileno()
+        return os.posix_spawn(
+            program,
+            [program, "record", "--pid", str(self.info.pid), *_LOOKS, *_OUTPUT, seen],
+            os.environ,
+            file_actions=(
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, said, 1),
+                (os.POSIX_SPAWN_DUP2, said, 2),
+            ),
+            setpgroup=0,  # a Ctrl-C, which a training may survive, does not reach it
+            setsigmask=(),  # this thread blocks the signal that ends it
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it has not ended."""
+        if self._handle >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
+
+    def end(self, end_s: float) -> None:
+        """Wait until then for it to end, and kill it after that."""
+        if self._handle < 0:
+            return
+        ended = select.poll()
+        ended.register(self._handle, select.POLLIN)
+        if not ended.poll(1000 * max(0.0, end_s - time.monotonic())):
+            self.signal(signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        os.close(self._handle)
+        self._handle = -1
+        if code:
+            self._problem = f"py-spy ended with {exit_in_words(128 - code if code < 0 else code)}"
+
+    def conclude(self, end_s: float) -> str:
+        """Wait for its end, and keep what it has seen; in words, why that is nothing."""
+        self.end(end_s)
+        try:
+            return self._keep()
+        except OSError as problem:
+            return f"they cannot be written: {problem.strerror}"
+
+    def close(self) -> None:
+        """Leave nothing open."""
+        self.end(0.0)
+        self._files.close()
+
+    def _keep(self) -> str:
+        self._seen.seek(0)
+        lines = iter(lambda: self._seen.readline(_LONGEST_LINE), b"")
+        training, workers = main_threads((line.decode("utf-8", "replace") for line in lines), self.info.pid)
+        if not training and not workers:
+            return " ".join(filter(None, (self._problem or "py-spy has seen nothing", self._complaint())))
+        by_role = self._record(training, in_workers=False), self._record(workers, in_workers=True)
+        records: tuple[Record, ...] = (self.info, *by_role)
+        write_whole(self._lines_file, "".join(f"{json.dumps(encode(record))}\n" for record in records))
+        return ""
+
+    def _complaint(self) -> str:
+        """What it has printed about a failure, in brackets."""
+        self._said.seek(0)
+        said = self._said.read(_LONGEST_LINE).decode("utf-8", "replace").splitlines()
+        lines = [line.strip() for line in said if line.strip() and not line.startswith("py-spy>")]
+        return f"({printable(redact_text(' '.join(lines)))[:_MOST_SAID]})" if lines else ""
+
+    def _record(self, counts: Counts, *, in_workers: bool) -> ExactLines:
+        numbers: dict[Line, int] = {}
+        stacks = []
+        for lines, looks in counts.most_common(_MOST_STACKS):
+            frames = tuple(numbers.setdefault(line, len(numbers)) for line in lines)
+            stacks.append(StackCount(frames=frames, looks=looks))
+        return ExactLines(
+            time_s=time.monotonic(),
+            in_workers=in_workers,
+            frames=tuple(map(self._frame, numbers)),
+            stacks=tuple(stacks),
+        )
+
+    def _frame(self, line: Line) -> Frame:
+        """A line as the sampled stacks name it, with its source where it is not a library's."""
+        function, file, number = line
+        shown = _LIBRARIES.sub("", file).removeprefix(_OURS)
+        own = shown == file and not file.startswith("<")
+        source = redact_text(self._source(file, number)) if own else None
+        where = f"{redact_text(shown.removeprefix(self._folder))}:{number}"
+        return Frame(where=where, function=_without_inner(function), own=own, source=source or None)
+
+    def _source(self, file: str, number: int) -> str:
+        """One line of a file that has not changed since the training began."""
+        with suppress(OSError):
+            status = Path(file).stat()
+            if Path(file).is_file() and status.st_size < _LARGEST_SOURCE and status.st_mtime < self.info.started_unix_s:
+                return linecache.getline(file, number).strip()[:160]
+        return ""
+
+
+def main_threads(lines: Iterable[str], rank_pid: int) -> tuple[Counts, Counts]:
+    """The stacks of a rank's main thread, and those of its loader workers together; damaged lines are left out."""
+    training, workers = Counts(), Counts()
+    for line in lines:
+        if (found := _STACK.fullmatch(line.rstrip())) is None:
+            continue
+        thread, name, pieces, looks = found.groups()
+        frames = map(_FRAME.fullmatch, pieces.split(";")[-_DEEPEST:])
+        stack = tuple((frame[1], frame[2], int(frame[3])) for frame in frames if frame)
+        begins = [depth for depth, (_, file, _) in enumerate(stack, 1) if file.endswith(_WORKER_BEGINS)]
+        if begins and name == "MainThread":
+            workers[stack[begins[-1] :]] += int(looks)
+        elif int(thread) == rank_pid:
+            training[stack] += int(looks)
+    return training, workers
+
+
+def _without_inner(name: str) -> str:
+    """The name of a function; a comprehension has that of the function around it."""
+    parts = [part for part in name.split(".") if part != "<locals>"]
+    while len(parts) > 1 and parts[-1].startswith("<"):
+        parts.pop()
+    return ".".join(parts)
