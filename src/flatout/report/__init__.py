@@ -11,26 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TypeAlias
 
 from flatout.report.account import Price, RankFigures, RecordedRun, run_of
 from flatout.report.comparison import Comparison, compare
 from flatout.report.fix_summary import FixSummary, summarize
+from flatout.report.run_view import run_view
 from flatout.report.views import ReportView
 from flatout.trace import merge, read, read_summaries
 
-__all__ = ["Comparison", "FixSummary", "RecordedRun", "Report", "compare", "read_run", "run_of", "summarize"]
+__all__ = ["Comparison", "FixSummary", "RecordedRun", "Report", "compare", "read_run", "run_of", "summarize", "view_of"]
 MAX_RANKS_READ = 16
 
 
-class Report(Protocol):
-    """A RecordedRun, a Comparison, or a FixSummary."""
+Report: TypeAlias = RecordedRun | Comparison | FixSummary
 
-    def view(self, *, brief: bool) -> ReportView:
-        """What it says; `brief` leaves out what one looks up, and the charts."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON of `flatout report`, `flatout compare` or `flatout fix`."""
+def view_of(report: Report, *, brief: bool) -> ReportView:
+    """What a report says; `brief` leaves out what one looks up, and the charts."""
+    if isinstance(report, RecordedRun):
+        return run_view(report, brief=brief)
+    return report.view(brief=brief)
 
 
 def read_run(folders: Sequence[Path], price: Price | None = None) -> RecordedRun:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flatout.diagnose.breakdown import (
     COLLATE,
@@ -44,9 +44,6 @@ from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.trace import GpuSample, Note, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport
 from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
-
-if TYPE_CHECKING:
-    from flatout.report.views import ReportView
 
 SCHEMA = 1
 HANG_MS = 10_000.0  # a run whose last wait was at least as long hung
@@ -323,12 +320,6 @@ class RecordedRun:
             named.append(("changed by flatout", changes))
         named += [*facts.items(), *((one.get("file") or one["source"], one["values"]) for one in read)]
         return [setting for name, value in named for setting in _flat(name, value)]
-
-    def view(self, *, brief: bool) -> ReportView:
-        """What a run says."""
-        from flatout.report.views import run_view
-
-        return run_view(self, brief=brief)
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout report`."""

@@ -19,15 +19,14 @@ from flatout.model.stats import MIN_GAIN
 from flatout.redact import redact_command, redact_text
 from flatout.report.account import Price, RecordedRun, finding_to_json, run_of
 from flatout.report.comparison import Comparison, compare
+from flatout.report.run_view import finding_item, time_spent
 from flatout.report.views import (
     Item,
     ReportSection,
     ReportView,
     Table,
     TableBar,
-    finding_item,
     permanently,
-    time_spent,
 )
 
 SCHEMA = 1

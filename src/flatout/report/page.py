@@ -21,7 +21,7 @@ from typing import Any
 
 from flatout import __version__
 from flatout.model.formatting import in_full, ms
-from flatout.report import Report
+from flatout.report import Report, view_of
 from flatout.report.views import (
     GUIDE,
     BarChart,
@@ -68,7 +68,7 @@ def join(children: Iterable[object]) -> Html:
 
 def page(report: Report) -> str:
     """The whole page."""
-    view, contents, sections = report.view(brief=False), [], []
+    view, contents, sections = view_of(report, brief=False), [], []
     for section in view.sections:
         body = join(SHOWN_BY[type(part)](part) for part in section.parts if part)
         if body:

@@ -9,6 +9,7 @@ import pytest
 from report_runs import facts, rank_of, recorded, sample, steps_of, trace_of
 
 from flatout.model.gpus import peak
+from flatout.report import view_of
 from flatout.report.account import Price, RecordedRun
 
 TOKENS = facts(loader={"tokens": {"a_sample": 100.0, "padding": 0.1}, "batches": 32})
@@ -23,7 +24,7 @@ def run_of_six_seconds(price: str = "") -> RecordedRun:
 
 def test_energy_and_money_are_told_of_the_run_and_of_an_epoch() -> None:
     run = run_of_six_seconds("$3600/h")
-    assert run.view(brief=True).figures[-3:] == [
+    assert view_of(run, brief=True).figures[-3:] == [
         ("tokens a second", "32,000", "10% of them padding"),
         ("energy", "0.5 Wh", "0.2667 Wh an epoch of 3.2 s"),
         ("cost", "$6", "$3.2 an epoch of 3.2 s"),
@@ -43,7 +44,7 @@ def test_energy_and_money_are_told_of_the_run_and_of_an_epoch() -> None:
 
 
 def test_a_price_without_a_sign_is_in_the_currency_of_the_option() -> None:
-    name, value, _ = run_of_six_seconds("600/h").view(brief=True).figures[-1]
+    name, value, _ = view_of(run_of_six_seconds("600/h"), brief=True).figures[-1]
     assert (name, value) == ("cost", "1 in the currency of --price")
 
 
@@ -65,13 +66,13 @@ def test_every_rank_takes_power(ranks: int, power_w: float) -> None:
 def test_what_the_model_computes_is_a_share_of_what_the_maker_states(gpu: str, says: tuple[str, ...]) -> None:
     known = facts(step_flops=20 * 10**12, gpu=gpu, autocast=["torch.bfloat16"])
     run = recorded(trace_of(rank_of(steps_of([100.0] * 60), facts=known)))
-    assert says in run.view(brief=True).figures
+    assert says in view_of(run, brief=True).figures
     assert run.to_json()["model_flops"]["tflops"] == pytest.approx(200.0)
 
 
 def test_no_share_where_nothing_was_counted() -> None:
     run = recorded(trace_of(rank_of(steps_of([100.0] * 60))))
-    assert "model FLOPs" not in [row[0] for row in run.view(brief=True).figures]
+    assert "model FLOPs" not in [row[0] for row in view_of(run, brief=True).figures]
     assert run.to_json()["model_flops"] is None
 
 

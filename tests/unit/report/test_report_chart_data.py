@@ -10,8 +10,9 @@ from report_runs import rank_of, recorded, report_of, sample, step, steps_of, tr
 
 from flatout.diagnose.rank_metrics import RankMetrics
 from flatout.model.records import Facts
-from flatout.report import charts
-from flatout.report.views import BarChart, ChartBar, Table, time_spent
+from flatout.report import charts, view_of
+from flatout.report.run_view import time_spent
+from flatout.report.views import BarChart, ChartBar, Table
 from flatout.trace import Span, Step, Trace
 from flatout.trace.downsample import window_of
 
@@ -48,7 +49,7 @@ def test_a_phase_after_the_last_step_is_not_training() -> None:
 
 
 def test_the_shares_by_cause_add_up_to_100_percent() -> None:
-    (causes,) = [one for one in report_of(whole_run()).view(brief=True).sections if one.key == "causes"]
+    (causes,) = [one for one in view_of(report_of(whole_run()), brief=True).sections if one.key == "causes"]
     (table,) = causes.parts
     assert isinstance(table, Table)
     assert sum(float(row[1].rstrip("%")) for row in table.rows) == pytest.approx(100.0, abs=0.2)

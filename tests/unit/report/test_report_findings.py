@@ -14,8 +14,9 @@ from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.model.causes import Finding
 from flatout.model.records import Facts, LoaderFacts, SettingsRead
 from flatout.report.account import RecordedRun
+from flatout.report.run_view import headline
 from flatout.report.terminal import show
-from flatout.report.views import change_as_typed, gain, headline
+from flatout.report.views import change_as_typed, gain
 from flatout.trace import Span
 
 RUN = recorded(whole_run())

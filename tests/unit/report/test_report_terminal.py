@@ -11,10 +11,10 @@ from report_runs import looks, printed, rank_of, recorded, report_of, steps_of, 
 from flatout.check import NOT_APPLICABLE, Checklist, Line
 from flatout.diagnose.breakdown import Breakdown
 from flatout.model.records import ExactLines, Facts, OwnCost, StackCount
-from flatout.report import run_of
+from flatout.report import run_of, view_of
 from flatout.report.comparison import compare
+from flatout.report.run_view import ceiling_in_words
 from flatout.report.terminal import show, show_checklist, wrapped
-from flatout.report.views import ceiling_in_words
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
 from flatout.trace.downsample import window_of
 
@@ -228,7 +228,7 @@ def test_one_line_of_a_checklist_is_not_written_as_a_plural() -> None:
 
 def test_one_kernel_is_not_written_as_a_plural() -> None:
     one = Xray(steps=8, wall_ms=80, busy_ms=24, kernels=8, kernel_us=Sketch.of([10.0] * 8))
-    view = report_of(trace_of(rank_of(steps_of([10.0] * 60), xray=one))).view(brief=False)
+    view = view_of(report_of(trace_of(rank_of(steps_of([10.0] * 60), xray=one))), brief=False)
     (said,) = (
         part for section in view.sections for part in section.parts if "kernel" in part and isinstance(part, str)
     )
