@@ -16,7 +16,7 @@ from rich.text import Text
 from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.fix.result import ProgressListener
 from flatout.model.formatting import count_of, duration
-from flatout.report import Report
+from flatout.report import Report, view_of
 from flatout.report.views import GUIDE, CodeFrame, Item, Part, Table
 
 WIDTH = 80
@@ -31,7 +31,7 @@ BAR = 12
 
 def show(report: Report, console: Console) -> None:
     """Print the report."""
-    view = report.view(brief=True)
+    view = view_of(report, brief=True)
     for line in view.headlines:
         _say(console, line, hang=2, style="bold")
     for note in view.notes:
