@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
@@ -28,6 +29,7 @@ from flatout.files import write_whole
 from flatout.model.changes import names
 from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Safety
+from flatout.redact import redact_command
 
 if TYPE_CHECKING:
     from flatout.model.plan import Plan
@@ -54,43 +56,77 @@ def fix(
     json: str | None = output_file("the result as JSON"),
     html: str | None = output_file("before and after as one HTML file"),
     unprotected: bool = flag("--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."),
+    resume: bool = flag(
+        "--resume",
+        "Go on with a fix of this command that did not come to its end: the last one, or that in FOLDER "
+        "(--resume FOLDER -- COMMAND).",
+    ),
 ) -> None:
     """Make a training faster: try changes on your command, keep those that pay, prove that training stays the same.
 
     `flatout fix -- python train.py --epochs 90`. The command is run again and again for a few seconds, each time with
     one more change; none of your files is written. The plan of what was kept is flatout-plan.yaml: train with it by
-    `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far.
+    `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far; go on with
+    `flatout fix --resume -- python train.py --epochs 90`, after a crash or a spent budget too.
     """
     require_linux("fix")
     from flatout.fix.fix_command import fix as search
+    from flatout.fix.journal import can_resume, to_resume, unfinished
     from flatout.fix.offers import Wishes
     from flatout.launch import launcher
     from flatout.report import summarize
     from flatout.report.terminal import FixProgress
 
+    folder = _folder_to_resume(context) if resume else None
     command = command_of(context)
     if not command:
         raise UsageError("no command given: flatout fix -- python train.py …")
     if shutil.which(command[0]) is None:
         raise UsageError(f"{command[0]}: command not found")
-    wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
-    hourly_price = read_price(price)
+    options: dict[str, Any] = {"allow": allow, "only": only, "skip": skip, "steps": steps, "unprotected": unprotected}
     runs = out.parent / launcher.default_folder([*command[:1], "fix.py"])  # the current folder may be read-only
+    budget_s, hourly_price = _seconds(budget), read_price(price)
+    Wishes.of(allow, only, skip)
+    if resume:
+        earlier = to_resume(command, runs.parent, folder)
+        runs = earlier.folder
+        options |= earlier.options | {name: value for name, value in options.items() if value}
+    wishes = Wishes.of(options["allow"], options["only"], options["skip"])
     check_outputs(json, html)
     check_writable(out)
     check_writable(runs.parent, folder=True)
-    progress = FixProgress(console(stderr=True))
-    result = search(
-        command, wishes, budget_s=budget_s, steps=steps, progress=progress, keep_in=runs, unprotected=unprotected
-    )
+    if resume:
+        say(f"goes on with {runs}")
+    elif unfinished(command, runs.parent):
+        say("an earlier fix of this command did not come to its end: flatout fix --resume would go on with it")
+    with FixProgress(console(stderr=True)) as progress:
+        result = search(
+            command,
+            wishes,
+            budget_s=budget_s,
+            steps=options["steps"],
+            progress=progress,
+            keep_in=runs,
+            options=options,
+            unprotected=options["unprotected"],
+        )
     not_saved = save_plan(result.plan, out, has_gains=bool(result.kept))
     write_report(summarize(result, command, str(out), hourly_price), json, html, console())
     if result.written:
         raise RealWriteError(result.written)
     if not_saved is not None:
         raise not_saved
+    if can_resume(runs):
+        say(f"to go on: flatout fix --resume {runs} -- {shlex.join(redact_command(command))}")
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _folder_to_resume(context: typer.Context) -> Path | None:
+    """The word between --resume and the -- in front of the command, taken from its words."""
+    if context.args[1:2] != ["--"]:
+        return None
+    return Path(context.args.pop(0))
 
 
 def save_plan(plan: Plan, out: Path, *, has_gains: bool) -> UsageError | None:

@@ -6,21 +6,20 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-from flatout.files import PRIVATE, write_whole
+from flatout.fix.journal import Journal, basis_of, can_resume, copy_recording, forget, forget_earlier, held
 from flatout.fix.offers import Wishes, not_offered
 from flatout.fix.result import FixResult, ProgressListener
-from flatout.fix.runs import Launcher, end_of
+from flatout.fix.runs import Launcher
 from flatout.fix.search import Search
-from flatout.launch import sandbox
-from flatout.launch.launcher import OUTPUT
+from flatout.launch import launcher, sandbox
 from flatout.model.errors import OverlayError, UsageError
 
 _FOLDER = "flatout-fix-"
-_MOST_OUTPUT = 2 << 20  # bytes
 _IN_USE = "in-use"  # locked as long as its owner lives, whatever way that ends
 
 
@@ -42,27 +41,55 @@ def fix(
     steps: int | None = None,
     progress: ProgressListener | None = None,
     keep_in: Path | None = None,
+    options: Mapping[str, Any] | None = None,
     unprotected: bool = False,
 ) -> FixResult:
     """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are thrown away.
 
+    Until then they are kept there too, with the person's `options`: a fix that finds some there goes on with them.
     Where no overlay can be mounted, it is refused, or if `unprotected` done with redirection alone.
     """
     progress = progress or ProgressListener()
-    with own_folder() as folder:
+    with own_folder() as folder, held(keep_in) if keep_in else nullcontext() as place:
+        goes_on = keep_in is not None and can_resume(keep_in)
 
         def search(overlay: bool) -> FixResult:
-            launcher = Launcher(command, folder / ("overlay" if overlay else "redirection"), overlay=overlay)
-            return Search(launcher, wishes, budget_s=budget_s, steps=steps, progress=progress).run()
+            way = "overlay" if overlay else "redirection"
+            runner = Launcher(command, folder / way, overlay=overlay)
+            if place is None:
+                return Search(runner, wishes, budget_s=budget_s, steps=steps, progress=progress).run()
+            journal = Journal(runner, place, basis_of(command), options or {}, way=way, say=progress.say)
+            result = Search(journal, wishes, budget_s=budget_s, steps=steps, progress=progress).run()
+            result.seconds += journal.answered_s
+            result.remarks += filter(None, [journal.remark])
+            return result
 
-        result = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), progress, unprotected=unprotected)
+        try:
+            why_not = sandbox.why_no_overlay(command, folder)
+            result = _in_a_sandbox(search, why_not, progress, unprotected=unprotected)
+        except UsageError:
+            if keep_in is not None and not goes_on:  # it would fail in the same way
+                forget(keep_in)
+            raise
         if result.before is not None and not result.interrupted:
             result.remarks += not_offered(wishes, result.known)
         if keep_in is not None:
-            for name, run in (("before", result.before), ("after", result.measured)):
-                if run is not None and run.folder is not None and run.folder.is_dir():
-                    result.remarks += copy_recording(run.folder, keep_in / name)
+            result.remarks += _keep(result, keep_in)
+            if not result.unfinished:
+                forget(keep_in)
+            if not result.interrupted:
+                forget_earlier(command, keep_in)
         return result
+
+
+def _keep(result: FixResult, folder: Path) -> list[str]:
+    """Copy the recordings of before and after, in place of those of a fix that was interrupted."""
+    remarks = []
+    for name, run in (("before", result.before), ("after", result.measured)):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        if run is not None and run.folder is not None and run.folder.is_dir():
+            remarks += copy_recording(run.folder, folder / name)
+    return remarks
 
 
 def _in_a_sandbox(
@@ -94,29 +121,15 @@ def _refused(why_not: str) -> UsageError:
     )
 
 
-def copy_recording(folder: Path, to: Path) -> list[str]:
-    """Copy a recording, whole or not at all; returns a remark where that fails."""
-    part = to.with_name(f"{to.name}.part")
-    try:
-        shutil.copytree(folder, part, ignore=shutil.ignore_patterns(OUTPUT))
-        if (folder / OUTPUT).is_file():
-            write_whole(part / OUTPUT, end_of(folder / OUTPUT, _MOST_OUTPUT), mode=PRIVATE)  # without secrets
-        part.rename(to)
-    except OSError as problem:  # the plan and the report matter more
-        shutil.rmtree(part, ignore_errors=True)
-        first = problem.args[0][0][2] if isinstance(problem, shutil.Error) else str(problem)
-        why, _, _ = first.partition(": '")  # without the names of the files
-        return [f"the recording {to} is not kept: {why}"]
-    return []
-
-
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder for all that runs record and write. Those of a killed fix, which may be large, go."""
+    """A folder for all that runs record and write. Those of a killed fix, which may be large, go with its runs."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         try:
             with (left / _IN_USE).open("r+b") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for run in left.glob("*/[0-9]*"):
+                    launcher.end(run)
                 _remove(left)
         except OSError:  # in use, or another's
             pass

@@ -15,8 +15,10 @@ from flatout.model.stats import Gain, RunNoise
 class ProgressListener:
     """Is told how a fix goes. This one ignores it."""
 
-    def run_begins(self, what: str, left_s: float, number: int, about: int) -> None:
-        """Run `number` of `about` (0: not known) begins, with so much of the time budget left."""
+    def run_begins(self, what: str, left_s: float, number: int, about: int, times: float | None = None) -> None:
+        """Run `number` of `about` (0: not known) begins, with so much of the time budget left.
+
+        `times`: how many times as fast training is with what is kept so far."""
 
     def say(self, line: str) -> None:
         """Something has become known."""
@@ -69,8 +71,14 @@ class FixResult:
     remarks: list[str] = field(default_factory=list)
     stopped: str = ""
     interrupted: bool = False
+    out_of_time: bool = False  # more time would have shown more
     written: tuple[str, ...] = ()  # the user's files that a trial has written to, which ended the fix
     seconds: float = 0.0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is something to go on with."""
+        return self.interrupted or self.out_of_time
 
     @property
     def tried(self) -> dict[tuple[str, str], str]:

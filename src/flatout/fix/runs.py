@@ -114,6 +114,9 @@ class Runner(Protocol):
         """Runs for a proof, with fingerprints, so many at once. Those that lead come first."""
         ...
 
+    def measure_afresh(self) -> None:
+        """What runs from now on is compared with one another: no run of an earlier time may stand in for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -379,6 +382,9 @@ class Launcher:
                     time.sleep(0.2)
                 raise
             return [run for run in (run.result() for run in runs) if run is not None]
+
+    def measure_afresh(self) -> None:
+        """It never does anything else."""
 
 
 def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Path, *, asked: int = 0) -> Run:

@@ -84,7 +84,8 @@ class Search:
             self._measure_baseline()
             self._try_offers()
             self._try_rarer_pauses()
-            self.result.stopped = self._why_stopped()
+            result.stopped = self._why_stopped()
+            result.out_of_time = bool(result.untried or self._close_calls)
             self._prune()
             self._prove()
             self._compare_before_and_after()
@@ -130,17 +131,32 @@ class Search:
         self._progress.say(self._what_fits())
 
     def _what_fits(self) -> str:
+        """What comes next, how many trials there is time for, and the least budget that makes sense."""
+        offered = self._promising(self._view())
+        if not offered:
+            return "nothing of what was found can be tried"
+        names = "; ".join(offer.name for offer in offered)
         trial_s = self._budget.run_s(())
-        others_s = self._trials.reserve_s() + self._trials.compare_s()
-        room = int((self._budget.left_s - others_s) / trial_s)
-        takes = f"a trial takes about {trial_s:.0f} s"
-        if room >= 1:
-            return f"{takes}: there is time for {count_of(room, 'trial')}, the proof and the last comparison"
-        enough = self._budget.enough_m(others_s + trial_s)
+        takes = f"to try: {names}. A trial takes about {trial_s:.0f} s"
+        least = self._provable_part(offered[0])
+        least_s = self._whole_s(least)
+        if self._budget.left_s < least_s:
+            enough = self._budget.enough_m(least_s)
+            ends_s = least_s - self._trying_s(least)
+            return (
+                f"{takes}, a proof and the last comparison {ends_s:.0f} s: "
+                f"--budget {enough}m is the least that makes sense for this command"
+            )
+        changes = with_changes((), [change for offer in offered for change in offer.changes])
+        ends_s = self._trials.reserve_s(changes) + self._trials.compare_s()
+        room = max(1, int((self._budget.left_s - ends_s) / trial_s))
         return (
-            f"{takes}, and a proof and the last comparison {others_s:.0f} s: "
-            f"--budget {enough}m is the least that makes sense"
+            f"{takes}: there is time for {count_of(room, 'trial')}, the proof and the last comparison ({ends_s:.0f} s)"
         )
+
+    def _whole_s(self, offer: Offer) -> float:
+        """The seconds to try an offer, prove it, and measure before and after once more."""
+        return self._trials.reserve_s(offer.changes) + self._trials.compare_s() + self._trying_s(offer)
 
     def _use_as_baseline(self, run: Run) -> None:
         self.result.before = self.result.after = run
@@ -192,8 +208,7 @@ class Search:
         untried, metrics = self.result.untried, self._trials.after.metrics
         if untried:
             first = untried[0]
-            reserve_s = self._trials.reserve_s(first.changes) + self._trials.compare_s()
-            enough = self._budget.enough_m(reserve_s + self._trying_s(first))
+            enough = self._budget.enough_m(self._whole_s(first))
             names = ", ".join(offer.name for offer in untried)
             return f"too little time was left to try and prove {names}: --budget {enough}m would do"
         if self._close_calls:
@@ -483,6 +498,7 @@ class Search:
         if all(change.safety == "semantic" for change in self.result.kept):
             return
         if self._budget.left_s <= 0:
+            self.result.out_of_time = True
             self._drop_unproven("the budget was spent before the proof")
             return
         runs = ProofRuns(
@@ -499,6 +515,7 @@ class Search:
                 else:
                     self.result.drop(change, f"{proof.standing}: {proof.text}")
             self._progress.say(f"proof, {all_in_words(changes)}: {proof.standing} ({proof.text})")
+        self.result.out_of_time |= self._budget.left_s <= 0
 
     def _note_proof(self, change: Change, text: str) -> None:
         attempt = self.result.attempt_at(change)
@@ -523,6 +540,7 @@ class Search:
         measured, left_s = bool(self._history.speeds(kept)), self._budget.left_s
         only_pauses = all(change.name in PAUSES for change in kept)  # the rest is arithmetic
         if not only_pauses and (self._trials.compare_s() < left_s or (not measured and left_s > 0)):
+            self._trials.measure_afresh()
             old = self._trials.run("the command as it was, again", ())
             new = self._trials.run("with all that was kept", kept)
             # A run that only the budget has ended says nothing against what was proven.
@@ -534,6 +552,7 @@ class Search:
         elif measured:
             self.result.after = self._pauses_run or self._trials.after
             if not only_pauses:
+                self.result.out_of_time = True
                 self._remark("no time was left to measure before and after once more: the gain is that of the trials")
         if self._history.speeds(kept):
             self._conclude(fresh)

@@ -162,13 +162,23 @@ class Trials:
         longest_s = max(self._budget.run_s(one.changes) + one.steps * self.before.step_s for one in requests)
         timeout_s = min(crowded * self._budget.timeout_s(longest_s), 2 * max(0.0, self._budget.left_s) + 30)
         runs = self._runner.prove(requests, timeout_s=timeout_s, at_once=at_once)
-        took_s = self._budget.spent_s - began_s
+        took_s = max(self._budget.spent_s - began_s, *(run.seconds for run in runs))  # they may be earlier runs
         self._result.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
         return runs
 
     def _say_begins(self, what: str) -> None:
         number = len(self._result.trials) + 1
-        self._progress.run_begins(what, self._budget.left_s, number, self._expected and max(self._expected, number))
+        about = self._expected and max(self._expected, number)
+        self._progress.run_begins(what, self._budget.left_s, number, about, self._times_as_fast())
+
+    def _times_as_fast(self) -> float | None:
+        if not self._result.kept or self.before.speed is None or self.after.speed is None:
+            return None
+        return self.after.speed.value / self.before.speed.value
+
+    def measure_afresh(self) -> None:
+        """The last comparison begins."""
+        self._runner.measure_afresh()
 
     def expect(self, offers: int) -> None:
         """So many offers are still to be tried; then come the proof, and before and after once more."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from rich import table as rich_table
 from rich.bar import Bar
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
@@ -171,15 +173,59 @@ def _checklist_line(line: Line, style: str, width: int) -> Text:
 
 
 class FixProgress(ProgressListener):
-    """A fix as it goes on, in lines."""
+    """A fix as it goes on, in lines. On a terminal, and as a context, its last line is a bar for the runs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._bar: Progress | None = None
 
-    def run_begins(self, what: str, left_s: float, number: int, about: int) -> None:
+    def __enter__(self) -> FixProgress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            room = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False, table_column=room),
+                BarColumn(BAR),
+                _TimeLeft(table_column=Column(no_wrap=True)),
+                console=self._console,
+                refresh_per_second=2,
+                transient=True,
+                expand=True,
+            )
+            self._bar.start()
+            self._console.show_cursor(True)  # else it would stay hidden after a kill -9
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def run_begins(self, what: str, left_s: float, number: int, about: int, times: float | None = None) -> None:
         of = f" of about {about}" if about else ""
-        line = f"… run {number}{of}: {what} ({duration(1e3 * max(0.0, left_s))} left)"
-        _print(self._console, Text(line, style="dim"))
+        so_far = f"{times:.2g}× so far" if times is not None else ""
+        if self._bar is None:
+            ends = ", ".join(filter(None, (f"{duration(1e3 * max(0.0, left_s))} left", so_far)))
+            _print(self._console, Text(f"… run {number}{of}: {what} ({ends})", style="dim"))
+            return
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._bar.add_task(
+            OBEYED.sub("", f"run {number}{of}: {what}"),
+            total=about or None,
+            completed=number - 1,
+            left_s=left_s,
+            so_far=so_far,
+        )
 
     def say(self, line: str) -> None:
         _say(self._console, line, hang=2)
+
+
+class _TimeLeft(ProgressColumn):
+    """What is left of the time budget, and the gain so far."""
+
+    def render(self, task: Task) -> Text:
+        left_s = max(0, round(task.fields["left_s"] - (task.elapsed or 0.0)))
+        minutes, seconds = divmod(left_s, 60)
+        left = f"{minutes}:{seconds:02d} left"
+        return Text(", ".join(filter(None, (left, task.fields["so_far"]))), style="dim")

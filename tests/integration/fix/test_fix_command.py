@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -170,13 +173,56 @@ def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(
             break
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert re.search(r"^flatout: to go on: flatout fix --resume flatout-runs/\S+-fix -- \S+ train\.py$", said, re.M)
     older = slow_disk / ("flatout-plan-1.yaml" if anything_kept else "flatout-plan.yaml")
     assert older.read_text() == "# edited by me\n"
     assert (slow_disk / "flatout-plan-1.yaml").exists() == anything_kept
     if anything_kept:
         assert [change.name for change in Plan.load(slow_disk / "flatout-plan.yaml").changes] == ["loader"]
+
+
+def test_a_killed_fix_goes_on_and_makes_no_run_twice(slow_disk: Path) -> None:
+    """GIVEN a script that says when it starts, WHEN kill -9 comes in the third run, THEN --resume starts with that."""
+    script = slow_disk / "train.py"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        call = f"import socket\nif __name__ == '__main__': socket.create_connection({server.getsockname()!r}).close()\n"
+        script.write_text(call + script.read_text())
+        command = [*FLATOUT, "fix", "--unprotected", "--budget", "10m", "--only", "loader", "--steps", "80"]
+        with subprocess.Popen(
+            [*command, "--", sys.executable, "train.py"], cwd=slow_disk, env=environment(), stderr=subprocess.PIPE,
+            text=True,
+        ) as process:  # fmt: skip
+            assert process.stderr is not None
+            while "run 3" not in process.stderr.readline():
+                assert process.poll() is None
+            process.kill()
+        assert calls(server) in (2, 3)  # the third may just be starting
+
+        ended = fix(slow_disk, "--resume", "--json", "fix.json", "--", sys.executable, "train.py")
+
+        assert ended.returncode == 0, ended.stderr
+        result = json.loads((slow_disk / "fix.json").read_text())
+        assert [entry["name"] for entry in (*result["kept"], *result["undone"])] == ["loader"]
+        assert "the figures of 2 runs are from before this fix was resumed" in result["remarks"]
+        assert len(result["trials"]) - 2 <= calls(server) <= len(result["trials"]) - 1
+    (folder,) = (slow_disk / "flatout-runs").iterdir()
+    assert "unfinished" not in {path.name for path in folder.iterdir()}
+    again = fix(slow_disk, "--resume", "--", sys.executable, "train.py")
+    assert again.returncode == 2
+    assert again.stderr == "flatout: --resume: there is nothing to go on with: no unfinished fix in flatout-runs\n"
+
+
+def calls(server: socket.socket) -> int:
+    """How many have called since the last time."""
+    for number in itertools.count():
+        try:
+            server.accept()[0].close()
+        except BlockingIOError:
+            return number
+    raise AssertionError
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from flatout.fix.fix_command import copy_recording, own_folder
+from flatout.fix.fix_command import own_folder
+from flatout.fix.journal import copy_recording
+from flatout.launch.protocol import VARIABLE
 
 HOLD = """
 from flatout.fix.fix_command import own_folder
@@ -39,6 +43,20 @@ def test_what_a_killed_one_has_left_goes_and_what_is_in_use_stays(
             assert (in_use / "checkpoint.pt").exists()
         living.communicate("\n")
     assert [path.name for path in tmp_path.iterdir()] == ["flatout-fix-notes"]
+
+
+def test_the_run_of_a_killed_one_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        left = Path(killed.stdout.readline().decode().strip())
+        killed.kill()
+    (left / "redirection" / "01").mkdir(parents=True)
+    told = {VARIABLE: f'{{"folder": "{left / "redirection" / "01"}"}}'}
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=os.environ | told) as trained_on, own_folder():
+        assert trained_on.wait(30) == -signal.SIGTERM
+    assert not left.exists()
 
 
 def test_a_recording_is_copied_whole_or_not_at_all(tmp_path: Path, full_disk: Callable[[], Any]) -> None:

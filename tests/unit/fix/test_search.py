@@ -471,7 +471,7 @@ def test_a_budget_too_short_for_anything_says_what_would_do() -> None:
     assert kept(fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=60 * int(enough[1])))
 
 
-@pytest.mark.parametrize(("budget_s", "said"), [(60, r"--budget 2m is the least that makes sense"),
+@pytest.mark.parametrize(("budget_s", "said"), [(60, r"--budget 3m is the least that makes sense"),
                                                 (600, r"there is time for \d\d trials, the proof")])  # fmt: skip
 def test_what_a_budget_is_enough_for_is_said_after_the_first_run(budget_s: float, said: str) -> None:
     lines: list[str] = []
@@ -479,6 +479,24 @@ def test_what_a_budget_is_enough_for_is_said_after_the_first_run(budget_s: float
     listener.say = lines.append  # type: ignore[method-assign]
     fix(World(machine=Machine(data_ms=80.0)), budget_s=budget_s, progress=listener)
     assert re.search(said, lines[1])
+
+
+@pytest.mark.parametrize("start_s", [3.0, 30.0, 120.0])
+def test_the_least_budget_is_enough_for_a_trial_its_proof_and_the_last_comparison(
+    start_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated_world, "START_S", start_s)
+    said: list[str] = []
+    listener = ProgressListener()
+    listener.say = said.append  # type: ignore[method-assign]
+    fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=start_s + 15, progress=listener)
+    enough = re.search(r"--budget (\d+)m is the least", said[1])
+    assert enough is not None
+    found = fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=60 * int(enough[1]))
+    assert "loader" in kept(found)
+    assert found.gain is not None
+    assert not [remark for remark in found.remarks if "no time" in remark]
+    assert found.trials[-1].what == "with all that was kept"
 
 
 def test_a_budget_that_would_do_has_time_to_tune_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,39 @@ def test_an_edit_is_shown_with_every_place_it_belongs_to() -> None:
     assert permanently(elsewhere) == f"{edit}; the same at val.py:7, val.py:9"
 
 
+@pytest.mark.parametrize(
+    ("terminal", "shown"),
+    [
+        ({}, "run 2 of about 5: elastic loader + device_p… ━━╺━━━━━━━━━ 4:15 left, 1.8× so far"),
+        ({"no_color": True}, "run 2 of about 5: elastic loader + device_p… ━━           4:15 left, 1.8× so far"),
+        ({"width": 50}, "run 2 of abou… ━━╺━━━━━━━━━ 4:15 left, 1.8× so far"),
+    ],
+    ids=["80 columns", "NO_COLOR", "narrow"],
+)
+def test_the_progress_on_a_terminal_is_one_line_below_what_is_said(terminal: dict[str, Any], shown: str) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, highlight=False, **{"width": 80} | terminal)
+    with FixProgress(console) as progress:
+        progress.say("187.9 samples/s: something holds it up")
+        progress.run_begins("elastic loader + device_prefetch \x1b[31m+ [bold]gc_freeze", 255.4, 2, 5, 1.83)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    if terminal.get("no_color"):
+        assert "\x1b[3" not in written
+        assert "\x1b[9" not in written
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written).replace("\r", "\n").splitlines()
+    assert shown in lines
+    assert "187.9 samples/s: something holds it up" in lines
+    assert max(map(len, lines)) <= console.width
+
+
+@pytest.mark.parametrize("terminal", [{}, {"force_terminal": True, "_environ": {"TERM": "dumb"}}])
+def test_the_progress_in_a_pipe_is_lines(terminal: dict[str, Any]) -> None:
+    console = Console(file=io.StringIO(), width=80, highlight=False, **terminal)
+    with FixProgress(console) as progress:
+        progress.run_begins("elastic loader", 255.4, 2, 5, 1.83)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.sub(r"\x1b\[[0-9]*m", "", text) == "… run 2 of about 5: elastic loader (4 min 15 s left, 1.8× so far)\n"
+
+
 def test_the_progress_is_lines() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     world = World(machine=Machine(data_ms=80.0), workers=0)
