@@ -57,7 +57,7 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
         more = {"advice": f"{as_it_is}: samples fill it ({loader.fills}), and each worker would fill its own"}
     return _late(
         metrics,
-        "main-thread",
+        "data.main-thread",
         f"samples are loaded in the training process, which spends {metrics.share('data'):.0%} of its time on that",
         gain_if_fed(metrics, saved, one_worker * (1 + _ADDED_WORKER * (wanted - 1)), one_worker * wanted),
         confidence=0.95,
@@ -126,7 +126,7 @@ def _disk_bound(metrics: RankMetrics, saved: float) -> Finding | None:
         return None
     return _late(
         metrics,
-        "disk-bound",
+        "data.disk-bound",
         f"workers wait for storage, or a server: on a core only {on_core:.0%} of their loading time",
         gain_if_fed(metrics, saved),
         confidence=0.8,
@@ -150,7 +150,7 @@ def _slow_samples(metrics: RankMetrics, saved: float) -> Finding | None:
     which = ", ".join(f"index {index} ({ms:.0f} ms)" for ms, index in work.slowest[:3])
     return _late(
         metrics,
-        "slow-samples",
+        "data.slow-samples",
         f"a few samples hold their batches back: the slowest take {slowest / median:.0f} times the median",
         gain_if_samples_spared(metrics, saved),
         confidence=0.7,
@@ -170,7 +170,7 @@ def _no_core_for_workers(metrics: RankMetrics, saved: float) -> Finding | None:
         return None
     return _late(
         metrics,
-        "too-many-workers",
+        "data.too-many-workers",
         f"{metrics.workers} workers on {cores:g} cores: without a core {delay:.0%} of the time they load",
         gain_if_fed(metrics, saved, most=factor(delay)),
         phase=None,
@@ -207,7 +207,7 @@ def _samples_cost_cpu(metrics: RankMetrics, saved: float) -> Finding:
         if setting is not None:
             more |= {"change": f"{SETTING}{setting}", "value": "gpu"}
     gain = gain_if_samples_spared(metrics, saved, metrics.supply / (1 - for_gpu))
-    return _late(metrics, "cpu-bound", title, gain, confidence=0.85, **more)
+    return _late(metrics, "data.cpu-bound", title, gain, confidence=0.85, **more)
 
 
 def _collate_bound(metrics: RankMetrics, saved: float) -> Finding | None:
@@ -224,7 +224,7 @@ def _collate_bound(metrics: RankMetrics, saved: float) -> Finding | None:
         advice += "; workers that write into shared, page-locked memory: flatout.DataLoader"
         change = {"change": "loader", "value": "elastic"}
     gain = gain_if_samples_spared(metrics, saved)
-    return _late(metrics, "collate-bound", title, gain, phase=COLLATE, confidence=0.6, advice=advice, **change)
+    return _late(metrics, "data.collate-bound", title, gain, phase=COLLATE, confidence=0.6, advice=advice, **change)
 
 
 def _too_few_workers(metrics: RankMetrics, saved: float) -> Finding | None:
@@ -248,7 +248,7 @@ def _too_few_workers(metrics: RankMetrics, saved: float) -> Finding | None:
     rate, now = metrics.samples_a_worker_s or 0, metrics.breakdown.samples_per_s or 0
     return _late(
         metrics,
-        "too-few-workers",
+        "data.too-few-workers",
         f"the workers ({workers}) are {busy:.0%} busy, and {idle}",
         gain_if_fed(metrics, saved, least, metrics.supply * wanted / workers),
         confidence=0.85,
@@ -266,7 +266,7 @@ def augmentation_on_cpu(metrics: RankMetrics) -> Finding | None:
     sample_ms = metrics.work.sample_ms.mean or 0.0
     return _late(
         metrics,
-        "cpu-bound",
+        "data.cpu-bound",
         f"a sample costs {sample_ms:.1f} ms in a worker, augmentation included, and {setting} is cpu",
         gain_if_fed(metrics, saved),
         confidence=0.4,
@@ -295,7 +295,7 @@ def worker_threads(metrics: RankMetrics) -> Finding | None:
     setting = _setting(metrics, "threads")
     return _late(
         metrics,
-        "too-many-workers",
+        "data.too-many-workers",
         f"{workers} workers with up to {threads} threads each on {machine.cores:g} cores: a worker stands and waits "
         f"for them {waits:.0%} of its time",
         gain,
@@ -353,7 +353,7 @@ def _late(
         advice += f"; {hottest} takes {hottest.share:.0%} of the time of {of_what}"
         evidence["lines"] = as_evidence(functions)
     return Finding(
-        code=f"data.{code}",
+        code=code,
         title=title,
         share=metrics.share("data"),
         **gain,

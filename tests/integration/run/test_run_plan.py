@@ -122,6 +122,32 @@ def test_identical_changes_leave_every_loss_bit_for_bit(
     assert {name: entry.applied for name, entry in entries(run).items()} == {c.name: True for c in changes}
 
 
+THREADS = """
+    import os, torch
+    from torch.utils.data import DataLoader
+
+    class Threads(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return torch.tensor([float(os.environ.get("OPENBLAS_NUM_THREADS", 0))])
+
+    layer = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for batch in DataLoader(Threads(), num_workers=1):
+        layer(batch).sum().backward()
+        optimizer.step()
+        print("threads", int(batch))
+"""
+
+
+def test_workers_have_the_threads_of_the_plan(tmp_path: Path) -> None:
+    write(tmp_path, train=THREADS)
+    run = run_with(tmp_path, change("worker_threads", 3), OPENBLAS_NUM_THREADS="7")
+    assert run.out.split() == ["threads", "3"] * 2
+
+
 def test_changes_to_what_is_computed_show_in_the_facts(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:
     write(tmp_path, train=TRAIN)
     wanted = (

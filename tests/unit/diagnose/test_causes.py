@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 
+from flatout.diagnose import compute_rules, host_rules, knobs, loading_rules, machine_rules, rules
 from flatout.fix import offers
 from flatout.model.causes import CAUSES, CODES
 from flatout.model.changes import BY_NAME, CHANGES
@@ -39,3 +40,21 @@ def test_the_guide_has_the_symptoms_people_come_with() -> None:
     text = GUIDE.read_text()
     symptoms = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert {"It got slower", "Out of memory", "CPU at 100%", "Compile fails", "No gain"} <= set(symptoms)
+
+
+FAMILIES = (compute_rules, host_rules, loading_rules, machine_rules)
+
+
+def test_every_rule_of_a_family_is_asked() -> None:
+    """GIVEN a function of a rules file that says what it finds of a rank, THEN it is in RULES or RANK_RULES."""
+    asked = {rule.__qualname__ for rule in (*rules.RULES, *rules.RANK_RULES)}
+    for family in FAMILIES:
+        for name, function in inspect.getmembers(family, inspect.isfunction):
+            finds = inspect.signature(function).return_annotation == "Finding | None"
+            if finds and function.__module__ == family.__name__ and not name.startswith("_"):
+                assert name in asked, f"{family.__name__}.{name} is in no list of rules.py"
+
+
+def test_every_cause_is_said_by_some_rule() -> None:
+    said = "".join(inspect.getsource(module) for module in (*FAMILIES, rules, knobs))
+    assert not [code for code in CODES if f'"{code}"' not in said]
