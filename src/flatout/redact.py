@@ -273,7 +273,8 @@ def _without_values(text: str) -> str:
             name = named["before"] + name
         if known and name.lower() in _VALUED_BY:
             name = known
-        if named["gap"] == "," and not _is_surely_secret(name):
+        indexed = named["name"] is not None and f"[{name}]" == text[named.start("name") - 1 : named.end("name") + 1]
+        if (named["gap"] == "," or indexed) and not _is_surely_secret(name):  # indexed: `total[key] = 0`
             continue
         if not (_is_secret(name) or _is_login(name) or name.lower() in _NAMED_BY):
             continue

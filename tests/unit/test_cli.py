@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flatout import __version__
-from flatout.cli.fix import save_plan
+from flatout.cli.output import save_plan
 from flatout.fix.result import Attempt, FixResult
 from flatout.launch import launcher
 from flatout.model.plan import Change, Outcome, Plan
@@ -65,6 +65,7 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("top", "--interval", "-2"), "--interval must be from 0.05 to 60 seconds (got -2)"),
         (("run", "--htm", "page.html", "--", "true"), "No such option: --htm"),
         (("fix", "--budgt", "4m", "train.py"), "No such option: --budgt"),
+        (("check", "a.py", "--lr", "1"), "the script's own flags stand behind a --: flatout check train.py -- --lr"),
         (("train", "no-such.yaml"), "cannot read no-such.yaml: there is no such file"),
         (("run", "--trace", "here", "--json", "--", "true"), "--json needs a value before the --"),
         (("run", "--html", "/no/such/page.html", "--", "true"), "cannot write /no/such/page.html: there is no folder"),

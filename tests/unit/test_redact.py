@@ -125,6 +125,7 @@ def test_the_ways_in_which_programs_tell_a_secret(text: str) -> None:
         "forward pass: 3.2 ms, backward pass: 5.1 ms",
         "kubectl run image:v1@sha256:0f0f0f",
         "password file is missing",
+        "self.average[key] = self.total[key] / self.counts[key]",
     ],
 )
 def test_what_programs_say_otherwise_is_left_alone(text: str) -> None:

@@ -6,6 +6,7 @@ A setting that asks for something which then never happens is a failure: the per
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -212,7 +213,7 @@ def _autocast(training: Training) -> Line | None:
     calls = training.script.calls("autocast")
     for call in calls:
         place = 0 if "cuda" in ast.unparse(call.func) else None
-        enabled = training.argument(call, "enabled", place) or KnownValue(True)
+        enabled = training.switched_off(call) or training.argument(call, "enabled", place) or KnownValue(True)
         if enabled.what is True:
             return _ok("autocast is on", where(call))
         if isinstance(enabled.what, str):
@@ -269,6 +270,12 @@ def _reads(training: Training, name: str) -> list[Node]:
     return reads
 
 
+def _is_own_variable(node: Node) -> bool:
+    """Whether this is a name that the script itself gives a value."""
+    name = getattr(node, "id", None)
+    return name is not None and bool(node.file.times_bound[name])
+
+
 def _switch(subject: str, fix: str, *other_names: str) -> Callable[[Training], Line | None]:
     """A check that what a setting asks for, the name that `fix` begins with, is used anywhere in the script."""
     names = (re.split(r"[^\w.]", fix)[0], *other_names)
@@ -276,8 +283,10 @@ def _switch(subject: str, fix: str, *other_names: str) -> Callable[[Training], L
     def check(training: Training) -> Line | None:
         uses = training.script.uses(*(name.rpartition(".")[2] for name in names))
         uses = [node for node in uses if not is_setting(node) and ast.unparse(node) != "re.compile"]
+        uses = [node for node in uses if not _is_own_variable(node)]  # `compile = True`
         if uses:
-            return _ok("used", where(uses[0]))
+            made = [node for node in uses if training.switched_off(node) is None]
+            return _ok("used", where(made[0])) if made else None
         for setting in training.settings.about(subject):
             if setting.what is True and training.is_complete and not _reads(training, setting.name):
                 reason = f"{setting.name}: true ({setting.where}) has no effect: {' or '.join(names)} is never used"
@@ -304,7 +313,16 @@ def _host_waits(training: Training) -> Line | None:
             reason = f"{what} every batch: the host waits until the GPU has nothing left to do"
             fix = "add up on the GPU (total += loss.detach()), and fetch only when you log"
             return _warn(reason, where(fetches[0]), fix=fix, code="sync.item")
+        if any(_fetches(call, names) and not _now_and_then(call, loop) for call in calls_in(loop)):
+            return None  # under a condition that may hold in every batch
     return _ok("nothing is fetched from the GPU every batch") if training.loops else None
+
+
+def _now_and_then(node: Node, loop: Node) -> bool:
+    """Whether a condition such as `step % 100 == 0` stands between a node and the loop; behind a `continue` it may."""
+    conditions = list(itertools.takewhile(lambda above: above is not loop, parents(node)))
+    tests = [above.test for above in conditions if isinstance(above, ast.If | ast.IfExp)]
+    return not tests or any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
 
 
 def _fetches(call: ast.Call, names: set[str]) -> bool:

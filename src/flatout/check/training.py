@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flatout.check.script import Node, Script, argument, evaluates, find_loops, last_name, only_value, where
+from flatout.check.script import Node, Script, argument, evaluates, find_loops, last_name, only_value, parents, where
 from flatout.model.changes import pattern_of
 from flatout.model.formatting import as_typed
 from flatout.model.frameworks import FRAMEWORKS, RUN_LOOPS
@@ -130,6 +130,18 @@ class Training:
                 return UNKNOWN
             node = items.get(name)
         return self.value(node).named(name) if node is not None else None
+
+    def switched_off(self, node: Node) -> KnownValue | None:
+        """The setting that a node stands under and that is off: `if args.use_amp:`, or a variable that a flag sets."""
+        below = node
+        for above in parents(node):
+            if isinstance(above, ast.If) and below in above.body:
+                name = setting_path(above.test)
+                value = self.settings.at(name) if len(name) == 1 else self.value(above.test)
+                if value.what is False:
+                    return value
+            below = above
+        return None
 
     def value(self, node: Node, *, follow: bool = True) -> KnownValue:
         """What an expression is worth; a name is followed one step."""

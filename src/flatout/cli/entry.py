@@ -178,10 +178,18 @@ def main() -> None:
         cure = f"pip install 'flatout[{extra}]'"
         _exit_with_message(f"this needs {problem.name}, which is not installed here: {cure}", 2)
     except _ArgumentError as problem:
-        _exit_with_message(getattr(problem, "format_message", problem.__str__)(), 2)
+        _exit_with_message(getattr(problem, "format_message", problem.__str__)() + _whose_flag(problem), 2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _whose_flag(problem: Exception) -> str:
+    """For `flatout check train.py --epochs 3`: flags of the script stand elsewhere."""
+    name = getattr(problem, "option_name", None)
+    if name is None or getattr(getattr(problem, "ctx", None), "info_name", "") != "check":
+        return ""
+    return f"; the script's own flags stand behind a --: flatout check train.py -- {name} …"
 
 
 def _open_closed_streams() -> None:

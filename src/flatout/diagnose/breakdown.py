@@ -14,8 +14,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from flatout.model.records import ExactLines, Frame, Stacks, StackTime
+from flatout.model.records import DECORATORS, WRAPPED_CALL, ExactLines, Frame, Stacks, StackTime
 from flatout.model.stats import enough
 from flatout.trace import RankTrace, Sketch, Step
 
@@ -26,12 +27,14 @@ SAMPLES, COLLATE = "samples", "collate"  # phases of a worker
 ENOUGH_STEPS, ENOUGH_MS = 20, 500.0  # less of training than this is not judged, unless its steps are slow
 ENOUGH_LOOKS = 10  # fewer show a line by accident
 _WARM_UP_STEPS = 3  # of a ceiling, at most
-# What a line calls outside torch that leaves no frame of Python: numpy in C, a loop, a sleep.
+# What a line calls outside torch that leaves no frame of Python: numpy in C, a loop, a sleep. `math` is none of it: it
+# stands beside tensors that the time goes to (`q @ k / math.sqrt(d)`).
 _OUTSIDE_TORCH = re.compile(
-    r"\b(np|numpy|scipy|sklearn|pd|cv2|Image|time|json|math|random|re)\.|\.(numpy|tolist|item)\(\)"
+    r"\b(np|numpy|scipy|sklearn|pd|cv2|Image|time|json|random|re)\.|\.(numpy|tolist|item)\(\)"
     r"|^(for|while)\b|print\("
 )
 _NO_FRAME = Frame(where="", function="")
+_TORCH = "torch/"
 # Phases in which the user's line is in a wrapper of flatout's, also where it calls nothing else that is Python.
 _WRAPPED = frozenset({"copy", "backward", "optimizer", "sync", "checkpoint", "logging", "loader start", "flatout"})
 _WRAPPER = "flatout"
@@ -163,7 +166,16 @@ def _speed(steps: tuple[Step, ...], kind: str) -> float | None:
 # By line
 
 Function = tuple[str, str]  # file, name
-Line = tuple[Frame, str | None]  # a line of the user's, and what it called in a library
+
+
+class Call(NamedTuple):
+    """What a line of the user's called in a library, as numpy.histogram2d, and whether that went on into torch."""
+
+    name: str
+    into_torch: bool
+
+
+Line = tuple[Frame, Call | None]  # a line of the user's, and what it called
 Place = tuple[tuple[Function, ...], str | None]  # the user's functions, outermost first, and what the last one called
 
 
@@ -176,13 +188,14 @@ class HotLine:
     source: str | None
     called: str | None  # what it called in a library, as `numpy.histogram2d`
     share: float
+    into_torch: bool = False  # whether that is torch, or went on into torch
     exact: bool = False  # seen by py-spy; a sampled line may be off by a few, within its function
 
     @property
     def outside_torch(self) -> bool:
         """Whether the line is seen to do something else than tensor operations."""
-        if self.called is not None:
-            return not self.called.startswith(("torch.", "flatout."))
+        if self.called is not None:  # a framework's training loop goes on into torch
+            return not self.into_torch and not self.called.startswith("flatout.")
         return bool(_OUTSIDE_TORCH.search((self.source or "").strip()))
 
     def __str__(self) -> str:
@@ -222,7 +235,12 @@ def in_training(rank: RankTrace, phases: Collection[str] = OWN_CODE) -> tuple[Ho
 def in_workers(rank: RankTrace, dataset: str, phases: Collection[str] = (SAMPLES,)) -> tuple[HotFunction, ...]:
     """Where the workers that load a dataset were; with `num_workers=0` the training process."""
     workers = [stacks for stacks in rank.stacks if stacks.dataset == dataset]
-    return hot_functions(workers, phases, _exact(rank, in_workers=True)) if workers else in_training(rank, ("data",))
+    if workers:
+        return hot_functions(workers, phases, _exact(rank, in_workers=True))
+    stacks = _stacks_in(training_stacks(rank), COMPUTING)
+    loop = {_function(frame) for frames, _ in stacks for frame in _own(frames)}  # which only asks for a batch
+    lines = (line for function in in_training(rank, ("data",)) for line in function.lines)
+    return _by_function(line for line in lines if (_file(line.where), line.function) not in loop)
 
 
 def hot_functions(
@@ -237,8 +255,7 @@ def hot_functions(
     looks = 0
     for frames, seen in _stacks_in(all_stacks, phases):
         own = next((frame for frame in reversed(frames) if frame.own), _NO_FRAME)
-        library = next((frame for frame in frames if not frame.own), None)
-        seconds[own, _library_call(library)] += seen.seconds
+        seconds[own, _library_call(frame for frame in frames if not frame.own)] += seen.seconds
         looks += seen.looks
     total_s = sum(seconds.values())
     if looks < ENOUGH_LOOKS or not total_s:
@@ -250,7 +267,8 @@ def hot_functions(
             where=frame.where,
             function=frame.function,
             source=frame.source,
-            called=called,
+            called=called.name if called is not None else None,
+            into_torch=called is not None and called.into_torch,
             share=spent_s / total_s,
             exact=_function(frame) in exact_looks,
         )
@@ -293,16 +311,17 @@ def _exact_looks(
     return {function: dict(lines) for function, lines in found.items() if sum(lines.values()) >= ENOUGH_LOOKS}
 
 
-def _exact_places(exact: ExactLines, users: Collection[str]) -> Iterator[tuple[list[Frame], str | None, Place, int]]:
+def _exact_places(exact: ExactLines, users: Collection[str]) -> Iterator[tuple[list[Frame], Call | None, Place, int]]:
     """Of each exact stack the user's frames, what the last of them called in a library, the place, and the looks."""
     for stack in exact.stacks:
         frames = [exact.frames[number] for number in stack.frames if number < len(exact.frames)]
+        frames = [frame for frame in frames if frame.function != WRAPPED_CALL]
         depth = max((n for n, frame in enumerate(frames, 1) if _file(frame.where) in users), default=0)
         own = [frame for frame in frames[:depth] if _file(frame.where) in users]
         inside = [frame for frame in frames[depth:] if not frame.where.startswith("<")]
-        called = _library_call(next((frame for frame in inside if not frame.where.startswith(f"{_WRAPPER}/")), None))
+        called = _library_call(frame for frame in inside if not frame.where.startswith(f"{_WRAPPER}/"))
         if own:
-            place = tuple(map(_function, own)), called or (_WRAPPER if inside else None)
+            place = tuple(map(_function, own)), called.name if called else (_WRAPPER if inside else None)
             yield own, called, place, stack.looks
 
 
@@ -312,10 +331,9 @@ def _shares_of_places(all_stacks: Iterable[Stacks], phases: Collection[str]) -> 
     in_all: defaultdict[Place, float] = defaultdict(float)
     every = {seen.phase for stacks in all_stacks for seen in stacks.stacks}
     for frames, seen in _stacks_in(all_stacks, every):
-        called = _library_call(next((frame for frame in frames if not frame.own), None))
-        if called is None and seen.phase in _WRAPPED:
-            called = _WRAPPER
-        place = tuple(map(_function, _own(frames))), called
+        called = _library_call(frame for frame in frames if not frame.own)
+        wrapped = _WRAPPER if seen.phase in _WRAPPED else None
+        place = tuple(map(_function, _own(frames))), called.name if called else wrapped
         in_all[place] += seen.seconds
         in_phases[place] += seen.seconds * (seen.phase in phases)
     return {place: in_phases[place] / spent_s for place, spent_s in in_all.items() if spent_s}
@@ -382,9 +400,11 @@ def _by_function(lines: Iterable[HotLine]) -> tuple[HotFunction, ...]:
     return tuple(sorted(functions, key=lambda function: -function.share))
 
 
-def _library_call(frame: Frame | None) -> str | None:
-    """A library's function as one would write it: its package and its name."""
-    if frame is None:
+def _library_call(library: Iterable[Frame]) -> Call | None:
+    """A library's function as one would write it, its package and its name: the first of these frames."""
+    frames = [frame for frame in library if _file(frame.where) not in DECORATORS]
+    if not frames:
         return None
-    package = frame.where.partition("/")[0].partition(":")[0].removesuffix(".py")
-    return f"{package}.{frame.function.rpartition('.')[2]}"
+    package = frames[0].where.partition("/")[0].partition(":")[0].removesuffix(".py")
+    into_torch = any(frame.where.startswith(_TORCH) for frame in frames)
+    return Call(f"{package}.{frames[0].function.rpartition('.')[2]}", into_torch)

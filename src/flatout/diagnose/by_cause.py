@@ -34,6 +34,7 @@ USEFUL, LAUNCH = "useful work", "launch"  # pools beside the phases
 # Without a GPU, a cause that takes all of the time but a moment makes that moment take so much longer, a small one
 # accordingly less. Of the faults of benchmarks/truth.py it was 0 to 0.6 of its share of the time.
 BESIDE = 0.4
+FROM_THE_REST = ", with what it takes from the rest of the step"
 _NO_WAIT = (*COMPUTING, "copy", "held", "flatout")  # phases that keep no GPU waiting
 _MOST_OF_USEFUL = 0.95  # that one finding may call wasteful
 _LEAST = 0.005  # of the time: less is part of the remainder
@@ -96,7 +97,7 @@ class CauseAccount:
         derived = finding.derived
         if high > 1 and high == factor(share) and self.beside:
             high = self.most(share)
-            derived += ", with what it takes from the rest of the step"
+            derived += FROM_THE_REST
         return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(low, high), derived=derived)
 
 

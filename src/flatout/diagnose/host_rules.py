@@ -14,6 +14,7 @@ from flatout.diagnose.breakdown import (
     REST,
     UNSPLIT,
     HotFunction,
+    HotLine,
     called_from,
     in_training,
     lines_where,
@@ -35,6 +36,8 @@ _PIECES = 9  # of the run, whose medians are compared
 _MIN_STEPS_A_PIECE = 3
 _MOST_DISORDER = 0.2  # of all pairs of pieces, that do not grow
 _MIN_MEMORY_GROWTH = 1.2
+_HELD_UP = 0.25  # of the time that training waits for a core
+_OTHERS_CORES = 0.25  # of all, that others keep busy meanwhile
 _LEAST_AT_START = 0.2  # of the first part of the run: growth that bends leads a straight line below that
 _IN_WORDS = {"rest": "your own code", "data": "waiting for data", "unsplit": "computing, or in your own code"}
 
@@ -56,11 +59,17 @@ def own_code(metrics: RankMetrics) -> Finding | None:
     if share < (_MIN_OWN_CODE if functions else _MIN_OWN_CODE_WITHOUT_LINES):
         return None
     title = f"the script's own code {place} takes {share:.0%} of the time"
-    if functions:
-        title += f", most of it {functions[0].name}"
-        if functions[0].hottest.called:
-            title += f", which calls {functions[0].hottest.called}"
-        title += f" ({functions[0].share:.0%} of that)"
+    advice = "do it less often, on the GPU, in another process, or in code that is vectorized"
+    framework = _framework_around(metrics, functions[0].hottest) if functions else None
+    if framework is not None:
+        title = f"{framework}'s own loop, {place}, takes {share:.0%} of the time"
+        advice = "fewer callbacks, metrics and logs, or larger batches and so fewer steps"
+    elif functions:
+        first = functions[0]
+        name = "at the top level of the script" if first.name == "<module>" else f"in {first.name}"
+        title += f", {first.share:.0%} of that {name}"
+        if first.hottest.called and first.hottest.share >= first.share / 2:
+            title += f", which calls {first.hottest.called}"
     return Finding(
         code="host.python",
         title=title,
@@ -68,9 +77,17 @@ def own_code(metrics: RankMetrics) -> Finding | None:
         **gain_if_removed(share, share / 2),
         confidence=0.85 if functions else 0.6,
         evidence={"share": rounded(share), "lines": as_evidence(functions)},
-        advice="do it less often, on the GPU, in another process, or in code that is vectorized",
+        advice=advice,
         where=functions[0].hottest.where if functions else None,
     )
+
+
+def _framework_around(metrics: RankMetrics, hottest: HotLine) -> str | None:
+    """The library whose training loop this line calls: forward passes come out of the same call."""
+    library = (hottest.called or "torch").partition(".")[0]
+    lines = (line for function in in_training(metrics.rank, ("forward",)) for line in function.lines)
+    calls = {(line.where, line.called) for line in lines}
+    return library if library != "torch" and (hottest.where, hottest.called) in calls else None
 
 
 def as_evidence(functions: tuple[HotFunction, ...]) -> list[dict[str, object]]:
@@ -207,7 +224,8 @@ def drift(metrics: RankMetrics) -> Finding | None:
     if not first.step_ms or last.step_ms < _MIN_GROWTH * first.step_ms or not _keeps_growing(pieces):
         return None
     share, sure = _grown(pieces, _at_the_start_ms(pieces)), _grown(pieces, first.step_ms)
-    if share < MIN_SHARE:
+    grows = _what_grows(metrics)
+    if share < MIN_SHARE or (_others_hold_it_up(metrics) and not grows):
         return None
     grown = {name: ms - first.phases_ms.get(name, 0.0) for name, ms in last.phases_ms.items()}
     phase = max(grown, key=grown.__getitem__, default="")
@@ -215,7 +233,7 @@ def drift(metrics: RankMetrics) -> Finding | None:
     functions = in_training(metrics.rank, phases)
     functions = outside_torch(functions) or functions
     title = f"steps grow from {first.step_ms:.3g} to {last.step_ms:.3g} ms over the run, most in "
-    title += " and with them ".join([_IN_WORDS.get(phase, phase), *_what_grows(metrics)])
+    title += " and with them ".join([_IN_WORDS.get(phase, phase), *grows])
     return Finding(
         code="drift.slower",
         title=title,
@@ -286,6 +304,13 @@ def _keeps_growing(pieces: Sequence[_RunPart]) -> bool:
     times = [piece.step_ms for piece in pieces]
     pairs = [(before, after) for place, before in enumerate(times) for after in times[place + 1 :]]
     return sum(after <= before for before, after in pairs) <= _MOST_DISORDER * len(pairs)
+
+
+def _others_hold_it_up(metrics: RankMetrics) -> bool:
+    """Whether training waits for cores that others have: those who come late make later steps longer."""
+    machine = metrics.machine
+    others = (machine.cores_others or 0.0) / (machine.cores_of_machine or 1)
+    return (machine.trainer_delay or 0.0) >= _HELD_UP and others >= _OTHERS_CORES
 
 
 def _what_grows(metrics: RankMetrics) -> list[str]:

@@ -32,6 +32,7 @@ _MIN_WAIT_WITHOUT_WORKERS = 0.05  # of the step: handing batches over costs as m
 _MIN_WAIT_BY_EXCLUSION = 0.10  # of the step: for causes that only the absence of others speaks for
 _MIN_CORE_A_WORKER = 0.25  # that a worker is counted with, however much it waits
 _MIN_PART_OF_WISH = 0.2  # on a core, of the time it wants one: with less, others than workers have it
+_MIN_LINE = 0.05  # of the time of a sample, that a line is named for
 _ADDED_WORKER = 0.5  # of a worker that one more brings at least: hyperthreads share a core, all share caches
 
 
@@ -98,7 +99,15 @@ def workers_behind(metrics: RankMetrics) -> Finding | None:
         return None
     if metrics.workers_lack_cores:
         return None  # the wait is charged to those who have them: more workers, or fewer, would wait as well
-    reasons = (_disk_bound, _slow_samples, _no_core_for_workers, _cpu_bound, _collate_bound, _too_few_workers)
+    reasons = (
+        _disk_bound,
+        _slow_samples,
+        _no_core_for_workers,
+        _cpu_bound,
+        _collate_bound,
+        _too_few_workers,
+        _no_core_left,
+    )
     return next((found for reason in reasons if (found := reason(metrics, saved)) is not None), None)
 
 
@@ -197,8 +206,11 @@ def _samples_cost_cpu(metrics: RankMetrics, saved: float) -> Finding:
     for_gpu = 0.0  # of a sample's time, that the GPU could do
     if transforms_ms:
         name = max(transforms_ms, key=transforms_ms.__getitem__)
-        title += f"; {name} takes {transforms_ms[name]:.1f} ms of them"
+        title += f"; {name} takes {transforms_ms[name]:.2g} ms of them"
         for_gpu = min(0.9, sum(transforms_ms.values()) / (mean_ms or math.inf))
+    if metrics.machine.held_up_by_workers >= MIN_SHARE:
+        held_up, waits = metrics.machine.held_up_by_workers, metrics.share("data")
+        title += f"; training waits for data {waits:.0%} of the time, and {held_up:.0%} for a core that a worker has"
     more: dict[str, Any] = {"advice": "do less on the CPU: a faster decoder, or a cache of decoded data"}
     if metrics.on_gpu:
         advice = "do less on the CPU: transforms on the GPU, a faster decoder, or a cache of decoded data"
@@ -255,6 +267,23 @@ def _too_few_workers(metrics: RankMetrics, saved: float) -> Finding | None:
         change="num_workers",
         value=wanted,
         advice=f"num_workers={wanted}: one worker makes {rate:,.0f} samples/s, training uses {now:,.0f}",
+    )
+
+
+def _no_core_left(metrics: RankMetrics, saved: float) -> Finding | None:
+    """The training process has all the cores: its workers wait for one, though they have little to do."""
+    delay, own = metrics.work.delay or 0.0, metrics.machine.own_cpu_share or 0.0
+    if delay < NO_CORE or own < CPU_FULL or saved < _MIN_WAIT_BY_EXCLUSION:
+        return None
+    return _late(
+        metrics,
+        "data.cpu-bound",
+        f"workers wait for a core: this run keeps {own:.0%} of its {metrics.machine.cores:g} cores busy itself, and "
+        f"training waits for data {metrics.share('data'):.0%} of the time",
+        gain_if_fed(metrics, saved),
+        phase=None,
+        confidence=0.6,
+        advice="leave them a core: torch.set_num_threads() with one thread less for each worker, if that pays",
     )
 
 
@@ -346,7 +375,7 @@ def _late(
     phase."""
     evidence, where = _measured(metrics) | more.pop("evidence", {}), None
     functions = in_workers(metrics.rank, metrics.loader.class_name, (phase,)) if phase else ()
-    if functions:
+    if functions and functions[0].hottest.share >= _MIN_LINE:
         hottest = functions[0].hottest
         where = hottest.where
         of_what = "joining a batch" if phase == COLLATE else "a sample"

@@ -133,7 +133,11 @@ def shared_cores(metrics: RankMetrics) -> Finding | None:
     share, who = delay, f"training waits for a core {delay:.0%} of the time"
     if metrics.workers_lack_cores:
         share = max(delay, metrics.share("data"))
-        who = f"loader workers lack one, and training waits for data {metrics.share('data'):.0%} of the time"
+        waits = f"training waits for data {metrics.share('data'):.0%} of the time"
+        if delay < _MIN_DELAY:
+            who = f"loader workers lack one, and {waits}"
+        elif metrics.share("data") >= _MIN_DELAY:
+            who += f" itself; loader workers lack one too, and {waits}"
     elif delay < _MIN_DELAY:
         return None
     return Finding(

@@ -134,7 +134,7 @@ class Search:
         """What comes next, how many trials there is time for, and the least budget that makes sense."""
         offered = self._promising(self._view())
         if not offered:
-            return "nothing of what was found can be tried"
+            return "flatout has no change to try for that"
         names = "; ".join(offer.name for offer in offered)
         trial_s = self._budget.run_s(())
         takes = f"to try: {names}. A trial takes about {trial_s:.0f} s"

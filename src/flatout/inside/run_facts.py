@@ -187,6 +187,11 @@ _SOFTMAX = ("torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softma
 _SCRIPTED = ("torch.jit._script.get_jit_def", "torch.jit._recursive.get_jit_def")  # script itself counts its callers
 _STEPS = 3
 _MIN_LENGTH = 128  # below this the scores are small
+_PRODUCTS = frozenset({"Bmm", "Mm", "Baddbmm", "Addmm"})  # as autograd calls them
+_BEFORE_SOFTMAX = frozenset({
+    "Add", "Sub", "Mul", "Div", "MaskedFill", "Where", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Reshape",
+    "Transpose", "Permute", "Expand", "Clone", "Slice", "Index", "Squeeze", "Unsqueeze", "Alias",
+})  # fmt: skip
 
 
 class AttentionWatch:
@@ -235,6 +240,26 @@ class AttentionWatch:
         length = scores.shape[-1]
         if length < _MIN_LENGTH or scores.shape[-2] != length or dim not in (-1, scores.dim() - 1):
             return
-        where = caller() if self.found is None or length > self.found.length else None
-        if where is not None:
-            self.found = WrittenAttention(where=where, length=length)
+        if (self.found is None or length > self.found.length) and _of_a_product(scores.grad_fn):
+            where = caller()
+            if where is not None:
+                self.found = WrittenAttention(where=where, length=length)
+
+
+def _of_a_product(made_by: Any, most: int = 40) -> bool:
+    """Whether scores are a product that was scaled and masked, at the most: no ready-made attention does more, such as
+    the leaky ReLU of a graph attention. Of scores without a gradient nobody knows: frozen ones count, an evaluation's
+    do not."""
+    if made_by is None:
+        return torch.is_grad_enabled()
+    waiting = [made_by]
+    for _ in range(most):
+        if not waiting:
+            break
+        node = waiting.pop(0)
+        name = node.name().removesuffix("0").removesuffix("Backward")
+        if name in _PRODUCTS:
+            return True
+        if name in _BEFORE_SOFTMAX:
+            waiting += [source for source, _ in node.next_functions if source is not None]
+    return False

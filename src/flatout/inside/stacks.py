@@ -24,7 +24,7 @@ from types import CodeType, TracebackType
 
 import torch
 
-from flatout.model.records import Frame, Stacks, StackTime
+from flatout.model.records import DECORATORS, WRAPPED_CALL, Frame, Stacks, StackTime
 from flatout.redact import redact_text
 
 DENSE_S, DENSE_EVERY_S, SPARSE_EVERY_S = 10.0, 0.01, 0.125
@@ -39,7 +39,8 @@ Line = tuple[CodeType, int]
 Key = tuple[str, tuple[Line, ...]]  # phase, and lines, outermost first
 
 _OURS = str(Path(__file__).parents[1])
-_LIBRARY_CODE = (_OURS, str(Path(torch.__file__).parent), "<")
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_LIBRARY_CODE = (_OURS, _TORCH, "<")
 # The phase that a stack shows where the recorder did not look closely: file, function.
 _PHASE_OF_CALL = (
     ("torch/nn/functional.py", None, "loss"),
@@ -207,19 +208,23 @@ def lines_of(thread: int) -> list[Line]:
 
 
 def shown(stack: Iterable[Line]) -> tuple[Line, ...]:
-    """What is kept of a stack, outermost first: the user's own lines, the first call into a library from there, and
-    the innermost one."""
+    """What is kept of a stack, outermost first: the user's own lines, the first call into a library from there, the
+    first into torch, and the innermost one."""
     own: list[Line] = []
     library: list[Line] = []  # inside the innermost line of the user's
     for line in stack:
         filename = line[0].co_filename
         if filename.endswith(_WORKER_BEGINS):
             break
+        if line[0].co_name == WRAPPED_CALL:
+            continue
         if is_own(filename):
             own.append(line)
-        elif not own and not filename.startswith((_OURS, "<")):
+        elif not own and not filename.startswith((_OURS, "<")) and not filename.endswith(DECORATORS):
             library.append(line)
-    called = library[-1:] + (library[:1] if len(library) > 1 else [])
+    library.reverse()
+    into_torch = [line for line in library if line[0].co_filename.startswith(_TORCH)]
+    called = dict.fromkeys((*library[:1], *into_torch[:1], *library[-1:]))
     return (*reversed(own), *called)
 
 

@@ -29,6 +29,7 @@ from flatout.inside.patches import TABLE, Call, PatchPoint, Subscriber
 from flatout.inside.recorder import COPY, DATA, GC, OPTIMIZER, SYNC, Recorder
 from flatout.inside.root_modules import RootModules, WeakIdMap
 from flatout.inside.stacks import caller
+from flatout.model.records import WRAPPED_CALL
 
 if TYPE_CHECKING:
     from flatout.inside.recording import Recording
@@ -443,7 +444,7 @@ def _call_from(script: FrameType, call: Call, args: Any, kwargs: Any) -> Any:
     return FunctionType(code, script.f_globals)(call, args, kwargs)
 
 
-_CALL = (lambda call, args, kwargs: call(*args, **kwargs)).__code__
+_CALL = (lambda call, args, kwargs: call(*args, **kwargs)).__code__.replace(co_name=WRAPPED_CALL)
 
 
 def is_on_gpu(tensor: Any) -> bool:

@@ -426,6 +426,11 @@ class ProcessSample:
     state: str | None = None
 
 
+# Files of torch that only stand around its functions: `zero_grad` was called, not `inner`. Stacks leave them out.
+WRAPPED_CALL = "flatout_call"  # a frame of ours that bears a line of the user's, for PyTorch's warnings
+DECORATORS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_contextlib.py")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
     """A line of a stack. `own`: it is the user's, not a library's; only such a line has its `source`."""

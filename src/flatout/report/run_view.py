@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from flatout.diagnose.breakdown import ENOUGH_STEPS, REST, Breakdown, HotFunction, HotLine
+from flatout.diagnose.breakdown import ENOUGH_STEPS, KINDS_IN_WORDS, REST, Breakdown, HotFunction, HotLine, in_training
 from flatout.diagnose.rank_metrics import MIN_CEILING
 from flatout.model.causes import Finding
 from flatout.model.formatting import GPU_READINGS, amount, count_of, duration, in_full, ms, ms_a_step, shown_in
@@ -37,6 +37,7 @@ MAX_SETTINGS = 400
 MAX_KERNELS = 12
 MAX_FUNCTIONS, MAX_LINES = 3, 4
 MIN_FUNCTION, MIN_LINE = 0.05, 0.03  # of the phase
+LONG_SETUP_MS, LONG_SETUP = 10_000.0, 0.25  # of the run: a shorter set-up has no line of its own
 SMALL = 0.002  # of the training time: such parts are put together
 KINDS_OF_CHARGE = {  # in words, and the color of its bar
     "useful": ("", "compute"),
@@ -86,6 +87,7 @@ def run_view(run: RecordedRun, *, brief: bool) -> ReportView:
 def _figures(run: RecordedRun) -> list[tuple[str, str, str]]:
     b, xray, gpu = run.breakdown, run.first.xray, run.hardware
     rows = [("steps", f"{b.steps:,}", f"{duration(b.training_ms)} of training, {duration(b.wall_ms)} in all")]
+    rows += _long_setup(run)
     median, p95 = b.step_ms.quantile(0.5), b.step_ms.quantile(0.95)
     if median is not None and p95 is not None:
         rows.append(("median step", ms(median), f"95% below {ms(p95)}"))
@@ -110,6 +112,18 @@ def _figures(run: RecordedRun) -> list[tuple[str, str, str]]:
     elif flops is not None:
         rows.append(("model FLOPs", f"{flops['tflops']:.3g} TFLOP/s", "what this GPU could do is not known"))
     return rows
+
+
+def _long_setup(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """The time before the first step, where it is much of the run."""
+    b, remark = run.breakdown, ""
+    setup_ms = sum(part.ms for part in b.parts if part.name == KINDS_IN_WORDS["setup"])
+    if setup_ms < max(LONG_SETUP_MS, LONG_SETUP * b.wall_ms):
+        return []
+    hottest = next((function.hottest for function in in_training(run.first, ("setup",))), None)
+    if hottest is not None:
+        remark = f"{hottest.share:.0%} of it at {hottest}"
+    return [("set-up", duration(setup_ms), remark)]
 
 
 def _cost_figures(run: RecordedRun) -> list[tuple[str, str, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flatout.diagnose.breakdown import REST, UNSPLIT
+from flatout.diagnose.by_cause import FROM_THE_REST
 from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.diagnose.knobs import knob_for
 from flatout.fix.result import Attempt
@@ -21,6 +22,7 @@ from flatout.model.records import Facts
 
 CAN_COST = 0.98  # a gain that may be below this is shown as a cost
 MIN_SHOWN_GAIN = 1.005
+_NEEDS_REASON = 0.2  # of the time: with a larger share, a promise beyond it is seen to be one
 GUIDE = (Path(__file__).parents[1] / "TROUBLESHOOTING.md").resolve()  # has an entry for every code
 EARLIER = "work of earlier steps"
 MAX_TEXT = 200
@@ -180,9 +182,11 @@ def phase_family(phase: str) -> str:
 
 
 def family_of(code: str) -> str:
-    """The family of a cause: what stands before its point."""
+    """The family of a cause, which has one color; empty without a cause."""
     family = code.partition(".")[0]
-    return "sync" if family == "launch" else family
+    if family == "launch":
+        return "sync"
+    return family if not family or family in {color for _, color in PHASES.values()} else "other"
 
 
 def sentence(words: str) -> str:
@@ -209,6 +213,8 @@ def as_text(value: object) -> str:
 def gain(finding: Finding) -> str:
     """What fixing it would give."""
     more = ", more once the loader can follow" * finding.derived.endswith(LOADER_LIMITS)
+    if finding.derived.endswith(FROM_THE_REST) and finding.share >= _NEEDS_REASON:
+        more = ", as the rest of a step is faster then too"
     if finding.gain_low < CAN_COST:
         return f"{finding.gain_low:.2f} to {finding.gain_high:.2f}× as fast on its own"
     if finding.gain_high < MIN_SHOWN_GAIN:

@@ -319,6 +319,39 @@ def test_there_is_no_warning_where_the_check_cannot_tell(tmp_path: Path, text: s
 # ---------------------------------------------------------------- frameworks
 
 
+CONDITIONAL = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--use_amp", action="store_true", default=False)
+args = parser.parse_args()
+compile = False
+for batch in loader:
+    if args.use_amp:
+        with torch.cuda.amp.autocast():
+            loss = model(batch)
+            losses.append(loss.item())
+    else:
+        loss = model(batch)
+        losses.append(loss.item())
+    if compile:
+        torch.compile(model)
+    loss.backward()
+"""
+
+
+def test_what_stands_under_a_switch_that_is_off_is_not_in_force(tmp_path: Path) -> None:
+    """GIVEN autocast under a flag that is not given, and `.item()` on both sides of it
+    THEN autocast is off, torch.compile is under a variable that a flag turns off, and nothing is said of `.item()`."""
+    script = tmp_path / "train.py"
+    script.write_text(CONDITIONAL)
+    found = check_script(script, "--compile=False")
+    precision = line_of(found, "mixed precision")
+    assert (precision.status, precision.fix) == (WARN, "--use_amp")
+    assert "switched off" in precision.reason
+    assert line_of(found, "compile").status == line_of(found, "host waits").status == NOT_APPLICABLE
+    assert line_of(check_script(script, "--use_amp"), "mixed precision").status == OK
+
+
 def test_the_trainers_arguments_and_defaults_are_known(tmp_path: Path) -> None:
     checklist = check_script(
         written(

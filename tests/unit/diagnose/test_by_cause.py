@@ -252,6 +252,52 @@ def test_numpy_between_forward_and_backward_is_the_scripts_own_code() -> None:
     assert verdict.share == pytest.approx(1 / 6)
 
 
+MODULE = Frame(where="torch/nn/modules/module.py:1776", function="Module._wrapped_call_impl")
+
+
+@pytest.mark.parametrize(
+    ("line", "calls"),
+    [
+        ("trainer.train()", (Frame(where="transformers/trainer.py:9", function="train"), MODULE)),
+        ("accelerator.backward(loss)", (Frame(where="accelerate/accelerator.py:9", function="backward"), MODULE)),
+        ("att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))", ()),
+    ],
+)
+def test_what_computes_is_not_the_scripts_own_code(line: str, calls: tuple[Frame, ...]) -> None:
+    """GIVEN a forward pass that a framework calls, or that an operator on tensors takes THEN nothing is wrong."""
+    here = Frame(where="train.py:20", function="main", own=True, source=line)
+    in_library = Frame(where="transformers/activations.py:3", function="forward")
+    stacks = seen(("forward", 100, (here, *calls, *(in_library,) * len(calls[:1]))))
+    made = trace(("forward", 20.0, None, None), ("backward", 20.0, None, None), stacks=stacks, **NO_GPU)
+    assert [finding.code for finding in diagnose(made)] == ["compute.saturated"]
+
+
+def test_the_time_of_a_frameworks_loop_is_called_that() -> None:
+    here = Frame(where="train.py:20", function="main", own=True, source="trainer.train()")
+    loop = Frame(where="transformers/trainer.py:9", function="train")
+    stacks = seen(("forward", 60, (here, loop, MODULE)), ("rest", 40, (here, loop)))
+    made = trace(("forward", 60.0, None, None), ("rest", 40.0, None, None), stacks=stacks, **NO_GPU)
+    verdict = diagnose(made)[0]
+    assert (verdict.code, verdict.where) == ("host.python", "train.py:20")
+    assert verdict.title.startswith("transformers's own loop, outside forward, backward and optimizer, takes 40%")
+
+
+def test_a_line_that_asks_a_frameworks_loader_for_a_batch_is_no_line_of_a_sample() -> None:
+    loop = Frame(where="train.py:20", function="main", own=True, source="for batch in loader:")
+    asks = (
+        Frame(where="accelerate/data_loader.py:9", function="__iter__"),
+        Frame(where="torch/utils/data/dataloader.py:7", function="__next__"),
+    )
+    sample = Frame(where="data.py:3", function="Photos.__getitem__", own=True, source="return load(path)")
+    stacks = seen(("data", 60, (loop, *asks)), ("data", 40, (loop, sample)), ("forward", 40, (loop, MODULE)))
+    made = trace(
+        ("data", 60.0, None, None), ("forward", 20.0, None, None), loader={"num_workers": 0}, stacks=stacks, **NO_GPU
+    )
+    found = next(finding for finding in diagnose(made) if finding.code == "data.main-thread")
+    assert found.where == "data.py:3"
+    assert "data.py:3 Photos.__getitem__ takes 40% of the time of a sample" in found.advice
+
+
 TRAIN = Frame(where="train.py:41", function="train", own=True, source="loss.backward()")
 
 

@@ -857,6 +857,30 @@ def test_where_steps_grow_that_were_not_split_looks_tell_the_line() -> None:
     assert (found.where, found.evidence["grows_most"]) == ("net.py:9", "unsplit")
 
 
+def test_workers_without_a_core_because_training_has_them_all() -> None:
+    """GIVEN a worker with little to do that waits for a core, and a training process that keeps all of them busy."""
+    late = workers(1, sample_ms=1.0, busy=0.06, on_core=0.9, delay=1.0, worker=True, collate_s=0.6)
+    ours = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=1500.0)
+    loading = ProcessSample(pid=1, role="worker", name="python", cpu_pct=5.0)
+    busy = tuple(dataclasses.replace(sample, processes=(ours, loading)) for sample in hardware(97.0))
+    waits = (("data", 4.0, None, None), ("forward", 10.0, None, None), ("backward", 10.0, None, None))
+    made = trace(*waits, loader={"num_workers": 1}, workers=late, samples=busy, facts={"gpu": None}, xray=None)
+    found = diagnose(made)[0]
+    assert (found.code, found.change) == ("data.cpu-bound", None)
+    assert found.title.startswith("workers wait for a core: this run keeps 94% of its 16 cores busy itself")
+    assert found.gain_high < 1.2
+
+
+def test_steps_that_grow_while_others_take_the_cores_are_no_drift() -> None:
+    made = growing(*(20.0 + 4 * n for n in range(12)))
+    rank = dataclasses.replace(made.ranks[0], facts=dataclasses.replace(made.ranks[0].facts, gpu=None))
+    ours = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=800.0, run_delay_pct=45.0)
+    crowded = tuple(dataclasses.replace(sample, processes=(ours,)) for sample in hardware(99.0))
+    quiet = tuple(dataclasses.replace(sample, processes=(ours,)) for sample in hardware(52.0))
+    assert "drift.slower" in codes(Trace(ranks=(rank,), samples={"node": quiet}))
+    assert "drift.slower" not in codes(Trace(ranks=(rank,), samples={"node": crowded}))
+
+
 @pytest.mark.parametrize(
     "pace", [(20.0,) * 12, (*(20.0,) * 4, *(60.0,) * 3, *(20.0,) * 5), tuple(64.0 - 4 * n for n in range(12))]
 )
@@ -874,4 +898,5 @@ def test_workers_that_wait_for_cores_which_others_keep_busy_are_not_the_cause() 
     made = trace(*STARVED, loader={"num_workers": 4}, workers=late, samples=busy, facts={"gpu": None}, xray=None)
     found = diagnose(made)
     assert [finding.code for finding in found] == ["hardware.shared"]
+    assert "training waits for a core 40% of the time itself; loader workers lack one too, and" in found[0].title
     assert found[0].share >= 0.7

@@ -68,6 +68,21 @@ def test_other_calls_are_not(watch: AttentionWatch, call: Callable[[], Any]) -> 
     assert found_in(watch, call) is None
 
 
+def scores(*, bent: bool = False) -> torch.Tensor:
+    """Masked scores as attention makes them; `bent` as graph attention does, which no ready-made attention computes."""
+    queries = torch.zeros(2, 160, 8, requires_grad=True)
+    product = queries @ queries.transpose(-2, -1) / 8**0.5
+    product = functional.leaky_relu(product) if bent else product
+    return product.masked_fill(torch.ones(160, 160).triu(1) > 0, -1e9)
+
+
+def test_scores_that_are_more_than_a_scaled_product_are_not(watch: AttentionWatch) -> None:
+    assert found_in(watch, lambda: torch.softmax(scores(bent=True), -1)) is None
+    with torch.no_grad():  # an evaluation
+        assert found_in(watch, lambda: torch.softmax(scores(bent=True), -1)) is None
+    assert found_in(watch, lambda: torch.softmax(scores(), -1)) is not None
+
+
 def test_it_looks_for_three_steps_after_the_first(watch: AttentionWatch) -> None:
     assert_put_back()
     for _ in range(3):

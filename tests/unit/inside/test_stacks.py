@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from flatout.diagnose.breakdown import HotFunction, hot_functions
 from flatout.inside import stacks
 from flatout.inside.stacks import StackSampler, in_words
+from flatout.model.records import WRAPPED_CALL
 
 
 @contextmanager
@@ -86,6 +87,18 @@ def test_a_line_has_its_source_and_what_it_called_in_a_library() -> None:
     assert hottest.source is not None
     assert hottest.source.startswith("event.wait()")
     assert "abcdefghijkl" not in hottest.source
+
+
+def test_what_a_library_of_torch_calls_is_told_from_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a framework's loop (here, what is in tests/unit) that computes with torch
+    THEN the call into torch is known, and the decorators around it are no calls."""
+    monkeypatch.setattr(stacks, "is_own", lambda file: file == "train.py")
+    names = ["train.py", "/lib/frame/trainer.py", f"{stacks._TORCH}nn/modules/module.py", "/lib/frame/model.py"]
+    inner = [f"{stacks._TORCH}_compile.py", *reversed(names)]
+    codes = [compile("pass", name, "exec") for name in inner]
+    codes.insert(-1, codes[-1].replace(co_name=WRAPPED_CALL))  # as we call .item() for a line of the user's
+    kept = stacks.shown((code, number) for number, code in enumerate(codes))
+    assert [code.co_filename for code, _ in kept] == names
 
 
 def test_looks_count_for_the_phase_they_fall_into_and_for_none_where_there_is_none() -> None:

@@ -10,6 +10,7 @@ import pytest
 from report_runs import printed, rank_of, recorded, report_of, steps_of, trace_of, whole_run
 from test_report_html import FINDING
 
+from flatout.diagnose.by_cause import FROM_THE_REST
 from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.model.causes import Finding
 from flatout.model.records import Facts, LoaderFacts, SettingsRead
@@ -43,6 +44,12 @@ def test_a_gain_has_the_digits_that_mean_something(low: float, high: float, said
 def test_a_gain_limited_by_the_loader_says_so() -> None:
     held = dataclasses.replace(FINDING, gain_low=1.01, gain_high=1.06, derived=f"model of the kernels{LOADER_LIMITS}")
     assert gain(held) == "up to 1.06× faster, more once the loader can follow"
+
+
+def test_a_gain_beyond_its_share_says_why() -> None:
+    held = dataclasses.replace(FINDING, share=0.54, gain_low=1.0, gain_high=2.8, derived=f"x{FROM_THE_REST}")
+    assert gain(held) == "up to 2.8× faster, as the rest of a step is faster then too"
+    assert gain(dataclasses.replace(held, share=0.1, gain_high=1.16)) == "up to 1.16× faster"
 
 
 def test_without_findings_the_headline_says_what_the_account_knows() -> None:

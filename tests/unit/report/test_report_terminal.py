@@ -77,6 +77,14 @@ def test_the_lines_that_took_the_time_are_shown_as_they_stand_in_the_file() -> N
     ]
 
 
+def test_a_long_set_up_has_a_line_and_its_place() -> None:
+    seen = looks("setup", "data.py:12", "read", "pandas/io.py:3", "table = pd.read_csv(path)")
+    steps = [replace(step(-1), kind="setup", spans=(), wall_ms=30_000.0), *(step(index) for index in range(60))]
+    text = printed(lambda console: show(run_of(trace_of(rank_of(steps, stacks=(seen,))), "runs/one"), console))
+    (line,) = (line for line in text.splitlines() if line.startswith("set-up"))
+    assert line.split(maxsplit=3) == ["set-up", "30.0", "s", "80% of it at data.py:12 read → pandas.io"]
+
+
 def test_exact_lines_are_called_exact() -> None:
     spans = [Span(name="forward", start_ms=0, host_ms=6.0), Span(name="rest", start_ms=6, host_ms=4.0)]
     seen = looks("rest", "metrics.py:12", "f_score", "numpy/hist.py:3", "h = np.histogram(prediction)")
