@@ -313,6 +313,7 @@ class Search:
         elif not pays and not again and gained.value > 1 and gained.high >= MIN_GAIN:
             self._close_calls.append(offer)
             self._decide(offer.changes, "undone", gained, note=why_not)
+            self._progress.say(f"{offer.name}: to be tried again when nothing else is left")
         elif not pays and offer.worth_splitting and self._trials.affords(offer.changes):
             self._try_one_by_one(offer, str(gained))
         else:

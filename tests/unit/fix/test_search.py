@@ -226,7 +226,11 @@ def test_a_close_call_is_run_again_until_it_is_known() -> None:
 def test_what_could_not_be_told_from_noise_gets_one_more_chance_when_time_is_left() -> None:
     """Runs differ by a tenth, and so does the gain: one run of each does not settle it."""
     gain_of_a_tenth = {"precision": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.1)}
-    found = fix(World(facts=IN_FP32, run_noise=0.10, effects=gain_of_a_tenth), budget_s=3600)
+    lines: list[str] = []
+    listener = ProgressListener()
+    listener.say = lines.append  # type: ignore[method-assign]
+    found = fix(World(facts=IN_FP32, run_noise=0.10, effects=gain_of_a_tenth), budget_s=3600, progress=listener)
+    assert "precision bf16: to be tried again when nothing else is left" in lines
     assert sum("precision bf16" in trial.what and "proof" not in trial.what for trial in found.trials) >= 3
     assert sorted(attempt.change.value for attempt in found.attempts) == ["bf16", "tf32"]  # each is told once
 
