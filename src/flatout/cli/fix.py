@@ -1,14 +1,12 @@
-"""`flatout fix`, and how its plan is saved."""
+"""`flatout fix`."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import typer
 
@@ -24,15 +22,11 @@ from flatout.cli.entry import (
     require_linux,
     verb,
 )
-from flatout.cli.output import check_outputs, check_writable, console, say, write_report
-from flatout.files import write_whole
+from flatout.cli.output import check_outputs, check_writable, console, save_plan, say, write_report
 from flatout.model.changes import names
 from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Safety
 from flatout.redact import redact_command
-
-if TYPE_CHECKING:
-    from flatout.model.plan import Plan
 
 SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
 
@@ -127,45 +121,6 @@ def _folder_to_resume(context: typer.Context) -> Path | None:
     if context.args[1:2] != ["--"]:
         return None
     return Path(context.args.pop(0))
-
-
-def save_plan(plan: Plan, out: Path, *, has_gains: bool) -> UsageError | None:
-    """Save the plan, unless it has no gains and an earlier one has. An older one is kept under another name.
-
-    Where it cannot be saved, it is printed, and the error is returned: it waits until the report is shown.
-    """
-    before = _with_changes(out)
-    if before and not has_gains:
-        say(f"{out} is the plan of an earlier fix, and stays as it is")
-        return None
-    older = None
-    try:
-        if before not in (b"", plan.text().encode()):
-            names = (out.with_name(f"{out.stem}-{number}{out.suffix}") for number in itertools.count(1))
-            older = next(name for name in names if not name.exists())
-            write_whole(older, before)
-        plan.save(out)
-    except (OSError, UsageError) as problem:
-        if older is not None:
-            older.unlink(missing_ok=True)
-        print(plan.text(), file=sys.stderr)  # an hour of trials is not lost with a full disk
-        why = problem if isinstance(problem, UsageError) else f"cannot write {older}: {problem.strerror}"
-        return UsageError(f"the plan is not saved, and what was there stays: {why}")
-    if not plan.changes:
-        say(f"there is no change in {out}: with it the command runs as it is")
-    if older is not None:
-        say(f"the plan that was in {out} is in {older} now")
-    return None
-
-
-def _with_changes(path: Path) -> bytes:
-    """The plan in a file, if there are changes in it, or if somebody is editing it."""
-    from flatout.model.plan import Plan
-
-    try:
-        return path.read_bytes() if path.exists() and Plan.load(path).changes else b""
-    except UsageError:
-        return path.read_bytes()
 
 
 def _seconds(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import traceback
@@ -14,6 +15,7 @@ from flatout.files import write_whole
 from flatout.model.errors import TraceError, UsageError
 from flatout.model.formatting import printable
 from flatout.model.inputs import is_folder
+from flatout.model.plan import Plan
 from flatout.redact import redact_text
 
 if TYPE_CHECKING:
@@ -94,6 +96,43 @@ def _write_text(target: str, text: str) -> None:
         write_whole(Path(target), text)
     except OSError as problem:
         raise UsageError(f"cannot write {target}: {problem.strerror}") from None
+
+
+def save_plan(plan: Plan, out: Path, *, has_gains: bool) -> UsageError | None:
+    """Save the plan, unless it has no gains and an earlier one has. An older one is kept under another name.
+
+    Where it cannot be saved, it is printed, and the error is returned: it waits until the report is shown.
+    """
+    before = _with_changes(out)
+    if before and not has_gains:
+        say(f"{out} is an earlier plan, and stays as it is")
+        return None
+    older = None
+    try:
+        if before not in (b"", plan.text().encode()):
+            names = (out.with_name(f"{out.stem}-{number}{out.suffix}") for number in itertools.count(1))
+            older = next(name for name in names if not name.exists())
+            write_whole(older, before)
+        plan.save(out)
+    except (OSError, UsageError) as problem:
+        if older is not None:
+            older.unlink(missing_ok=True)
+        print(plan.text(), file=sys.stderr)  # what was found is not lost with a full disk
+        why = problem if isinstance(problem, UsageError) else f"cannot write {older}: {problem.strerror}"
+        return UsageError(f"the plan is not saved, and what was there stays: {why}")
+    if not plan.changes:
+        say(f"there is no change in {out}: with it the command runs as it is")
+    if older is not None:
+        say(f"the plan that was in {out} is in {older} now")
+    return None
+
+
+def _with_changes(path: Path) -> bytes:
+    """The plan in a file, if there are changes in it, or if somebody is editing it."""
+    try:
+        return path.read_bytes() if path.exists() and Plan.load(path).changes else b""
+    except UsageError:
+        return path.read_bytes()
 
 
 @contextlib.contextmanager

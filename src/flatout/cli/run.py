@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +21,10 @@ from flatout.cli.entry import (
     require_linux,
     verb,
 )
-from flatout.cli.output import check_outputs, say
+from flatout.cli.output import check_outputs, keep_exit_code, save_plan, say
 from flatout.cli.report import summarize_runs
 from flatout.model.errors import UsageError
+from flatout.redact import redact_command
 
 if TYPE_CHECKING:
     from flatout.model.plan import Plan
@@ -47,6 +50,9 @@ def run(
     ),
     plan: Path | None = option("FILE", "Apply the changes in this plan, as kept by flatout fix."),
     auto: bool = flag("--auto", "Apply the safe changes without a trial: flatout's loader, page-locked batches, …"),
+    tune: bool = flag(
+        "--tune", "Let the training tune itself while it runs: its loader, copies to the GPU, garbage collections."
+    ),
     strict: bool = flag("--strict", "With --auto: only changes that leave every batch bit for bit as it was."),
     quiet: bool = flag("--quiet", "No summary at the end."),
     price: str | None = price_of_an_hour("shows what the run and an epoch cost"),
@@ -59,6 +65,7 @@ def run(
     bash train.sh, make train. `flatout run train.py` is short for `-- python train.py`.
 
     `--plan FILE` trains with what `flatout fix` has kept; `--auto` with the changes that are safe without any trial.
+    `--tune` measures those while your training runs, keeps what pays, and leaves flatout-plan.yaml.
 
     `--lines exact` has py-spy look at the lines from outside: `pip install 'flatout[exact]'`.
 
@@ -67,29 +74,64 @@ def run(
     require_linux("run")
     from flatout.launch import launcher
 
-    changes = _plan_to_apply(plan, auto=auto, strict=strict)
+    if tune and (plan is not None or auto or max_steps is not None):
+        raise UsageError("--tune goes without --plan, --auto and --max-steps: it decides itself, while you train")
+    changes = _plan_to_apply(plan, auto=auto, strict=strict, tune=tune)
     command = command_of(context)
     check_outputs(json, html)
     hourly_price = read_price(price)
     folder = trace or launcher.default_folder(command or ["run"])
     code = launcher.run(
-        command, folder=folder, max_steps=max_steps, xray=xray, plan=changes, exact_lines=lines is Lines.exact
+        command,
+        folder=folder,
+        max_steps=max_steps,
+        xray=xray,
+        plan=changes,
+        tune=tune,
+        exact_lines=lines is Lines.exact,
     )
     summarize_runs(
         folder,
         keep=trace is not None,
         quiet=quiet,
         why_empty=_why_no_step(code),
-        changed=changes is not None,
+        changed=changes is not None and not tune,
         price=hourly_price,
         json_to=json,
         html_to=html,
     )
+    if tune:
+        with keep_exit_code():
+            _save_what_was_tuned(folder, command)
     raise typer.Exit(code)
 
 
-def _plan_to_apply(path: Path | None, *, auto: bool, strict: bool) -> Plan | None:
-    """The changes asked for with --plan or --auto."""
+def _save_what_was_tuned(folder: Path, command: Sequence[str]) -> None:
+    """Save what the last training of this command has decided, if it came to that."""
+    from flatout.launch.launcher import recordings
+    from flatout.launch.protocol import TUNED
+    from flatout.model.plan import Plan
+
+    trained = [recording for recording in recordings(folder) if any(recording.glob("rank-*.jsonl"))]
+    decided = [recording / TUNED for recording in trained if (recording / TUNED).exists()]
+    if trained and not decided:
+        say("no plan is written: the training ended before anything was decided")
+    if not decided:
+        return
+    out = Path("flatout-plan.yaml")
+    try:
+        plan = Plan.load(decided[-1])
+        problem = save_plan(plan, out, has_gains=bool(plan.changes))
+    except UsageError as unreadable:
+        problem = unreadable
+    if problem is not None:
+        say(str(problem))
+    elif plan.changes:
+        say(f"what was kept is in {out}: flatout run --plan {out} -- {shlex.join(redact_command(command))}")
+
+
+def _plan_to_apply(path: Path | None, *, auto: bool, strict: bool, tune: bool) -> Plan | None:
+    """The changes asked for with --plan or --auto, or those that --tune decides on."""
     from flatout.model import changes
     from flatout.model.plan import Plan
 
@@ -99,6 +141,8 @@ def _plan_to_apply(path: Path | None, *, auto: bool, strict: bool) -> Plan | Non
         raise UsageError("--plan and --auto: give one of them")
     if auto:
         return changes.auto(strict=strict)
+    if tune:
+        return changes.to_tune()
     if path is None:
         return None
     plan = Plan.load(path)

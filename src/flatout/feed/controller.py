@@ -242,6 +242,7 @@ class Tuning(Controller):
         global _all
         super().__init__(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
         self._fixed = fixed
+        self._held = False
         if fixed:
             self.workers, self.why = workers, "as declared"
         self._budget = budget
@@ -253,9 +254,13 @@ class Tuning(Controller):
         _all = [*(ref for ref in _all if ref() is not None), weakref.ref(self)]
 
     def set_workers(self, workers: int, *, hold: bool) -> None:
-        """Set the number from outside; with `hold`, nothing is decided any more."""
-        self.workers = workers
-        self._fixed = hold
+        """Set the number from outside; with `hold` it stays, unless workers are killed for memory."""
+        if workers != self.workers:  # what was learned may be long ago
+            self._paces.clear()
+            self._tried_from = None
+            self._too_many, self._too_few = MAX_WORKERS + 1, 0
+        self._go(workers, "set from outside")
+        self._held = hold
 
     def begin_pass(self, start_s: float) -> None:
         """A pass begins; to start its workers has taken so long."""
@@ -266,7 +271,7 @@ class Tuning(Controller):
         if self._asked_at is None:
             return
         self._pass_ended_at, self._asked_at = now, None
-        if not self._fixed:
+        if not (self._fixed or self._held):
             self.observe_pass(self._pass)
 
     def add_batch(self, done: Done) -> None:
@@ -304,7 +309,10 @@ class Tuning(Controller):
             return False
         window.workers, window.cores = workers, self.cores()
         before = self.workers
-        self.observe(window)
+        if self._held:
+            self._count_kills(window)
+        else:
+            self.observe(window)
         if self.workers != before:
             log.info("%d → %d workers: %s", before, self.workers, self.why)
         return self.workers != before

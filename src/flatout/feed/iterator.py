@@ -59,12 +59,15 @@ class FeedIterator(_BaseDataLoaderIter):
         scheduler: BatchScheduler,
         resume: dict[str, Any] | None = None,
         *,
-        check: DatasetCheck | None = None,
+        check: Callable[[], DatasetCheck] | None = None,
         give_back: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(loader)
         self._give_back = give_back
-        self._check = check
+        self._begin_check = check
+        self._check: DatasetCheck | None = None  # from the moment on when there are workers
+        if check is not None and scheduler.workers:
+            self._check, scheduler.checked = check(), True
         self._as_script = loader.num_workers == 0  # what goes wrong is the script's own, with no worker in it
         self._scheduler = scheduler
         self._latest: Batch | None = None
@@ -154,6 +157,8 @@ class FeedIterator(_BaseDataLoaderIter):
         if not self._as_script or self.made_when_asked or self.position.finished:
             return False
         why = ""
+        if self._check is None and self._begin_check is not None and self._scheduler.workers:
+            self._check = self._begin_check()
         written = self._check.changed() if self._check is not None else None
         fills = self._scheduler.account.fills
         if written:

@@ -36,7 +36,8 @@ T_co = TypeVar("T_co", covariant=True)
 class LoaderOptions:
     """What our loader can do that PyTorch's arguments do not say."""
 
-    workers: Literal["auto"] | None = None  # None: as many as the loader declares
+    # None: as many as the loader declares; "tuned": as many, none included, until the scheduler is told otherwise.
+    workers: Literal["auto", "tuned"] | None = None
     on_bad_sample: Literal["raise", "skip"] = "raise"
     hang_timeout: float = 600.0
     page_locked: bool = False  # whatever the loader's pin_memory says
@@ -207,8 +208,8 @@ def iterator_for(
             return None, before.given_back
         # Scripts that write to their dataset do so from the start; later passes are spared the looking.
         check = None
-        if loader.num_workers == 0 and before is None:
-            check = DatasetCheck(loader.dataset, loader.collate_fn)
+        if loader.num_workers == 0 and (before is None or not before.checked):
+            check = functools.partial(DatasetCheck, loader.dataset, loader.collate_fn)
         recipe = _recipe_of(loader, options)
         scheduler = _scheduler_for(loader, recipe, options, before)
         try:
@@ -246,6 +247,7 @@ def _scheduler_for(
         recipe,
         loader.multiprocessing_context,
         fixed=options.workers is None,
+        held_at=int(loader.num_workers) if options.workers == "tuned" else None,
         may_do_without=_may_do_without(loader),
         persistent=loader.persistent_workers,
         page_locked=page_locked,

@@ -67,6 +67,7 @@ class BatchScheduler:
         context: Any,
         *,
         fixed: bool,
+        held_at: int | None = None,  # so many workers to begin with, and no others until `resize`
         may_do_without: bool,
         persistent: bool,
         page_locked: bool,
@@ -80,10 +81,14 @@ class BatchScheduler:
         self.pid = os.getpid()
         self.left_workers = False  # for the rest of this pass
         self.given_back = ""  # why PyTorch's iterator has to do from the next pass on
+        self.checked = False  # whether a pass with workers was watched for writes to the dataset, from its beginning
         self.iterator: weakref.ref[Any] | None = None  # the latest
+        self.declared = recipe.declared if held_at is None else held_at  # workers, by the script
         self._fixed = fixed
         self._persistent = persistent
         self._tuning = Tuning(recipe.declared, available, fixed=fixed, may_do_without=may_do_without)
+        if held_at is not None:
+            self._tuning.set_workers(held_at, hold=True)
         self._faults = Faults(self.pool, self.account, hang_timeout)
         self._in_process: SeededDataset | None = None
         self._epoch: Epoch | None = None
@@ -110,8 +115,17 @@ class BatchScheduler:
         if self._fixed:
             return
         self._tuning.set_workers(workers, hold=hold)
-        if self._epoch is not None:
-            self._scale()
+        self._scale()
+
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches may lie ready, or be under way, before the loop asks for them."""
+        return self._depth() if self.workers else 0
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass is going on."""
+        return self._epoch is not None
 
     # --- passes ----------------------------------------------------------------------------------
 
@@ -174,6 +188,7 @@ class BatchScheduler:
         began = time.monotonic()
         waited = 0.0
         self.slots.collect()
+        self._open_pool()
         self._receive(0)
         batch = self._finished()
         while batch is None:
@@ -197,6 +212,13 @@ class BatchScheduler:
         self._fill()
         self._count(waited, began)
         return batch
+
+    def _open_pool(self) -> None:
+        """A pass that began without workers gets some: they have the dataset as it is at this call, as every batch
+        so far had it at its own."""
+        if self.workers and self._epoch is not None and not (self.pool.is_open or self.left_workers):
+            self.pool.begin(self.recipe)
+            self._scale()
 
     def is_ready(self) -> bool:
         """Whether `next` would neither wait nor raise: a batch is finished, or there are no more."""
@@ -372,7 +394,7 @@ class BatchScheduler:
         self._scale()
 
     def _scale(self) -> None:
-        """Bring the number of workers to what it should be. A pass that began without any goes on without."""
+        """Bring the number of workers to what it should be, as soon as there may be some."""
         if self._epoch is None or not self.pool.is_open:
             return
         by_tasks = sorted(self.pool.working, key=lambda worker: len(worker.tasks))

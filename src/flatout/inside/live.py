@@ -46,6 +46,11 @@ class LiveTurns:
         for name in names:
             applied.switch(name, on=False)
 
+    @property
+    def results(self) -> list[TurnsResult]:
+        """What has come of each change so far."""
+        return self._results
+
     def step_ended(self) -> bool:
         """A step is over; whether another one is needed here."""
         now_s = time.perf_counter()

@@ -37,14 +37,17 @@ from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
 from flatout.trace.downsample import LightSteps
 
 if TYPE_CHECKING:
+    from flatout.feed.scheduler import BatchScheduler
     from flatout.inside.changes.applied import Applied
     from flatout.inside.live import LiveTurns
     from flatout.inside.start import Settings
     from flatout.inside.trial import BoundedRun, Ceiling
+    from flatout.inside.tune import Tuner
     from flatout.inside.xray import XraySchedule
 
 _FIRST_FACTS_AT_STEP, _FACTS_EVERY_TIMES = 3, 10
 _LOOK_EVERY_STEPS = 16
+_STARTS_WORKERS = (torch_loader.__file__, "flatout/feed/fork_server.py")
 _RECORDINGS = 1000
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
@@ -103,7 +106,7 @@ class Process:
         recording.abandon()
         self.recording = None
         self.meters.clear()
-        if not called_from(torch_loader.__file__):  # a loader is starting a worker: it never trains
+        if not any(map(called_from, _STARTS_WORKERS)):  # a loader is starting a worker: it never trains
             self.recording = Recording(self, recording.options, recording.settings, forked=True)
 
 
@@ -128,6 +131,7 @@ class Recording:
         self.closed = False
         self.next_look = 0  # the step after which `step_ended` is to be called next
         self.loaders = LoaderNotes()
+        self._loaders_by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.autocast: set[str] = set()  # the types of mixed precision that were seen
         self._writer: TraceWriter | None = None
         self._early: list[Step | LightSteps] = []
@@ -142,6 +146,7 @@ class Recording:
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self._xray: XraySchedule | None = None
         self._bounded: BoundedRun | None = None
+        self._tuner: Tuner | None = None
         self.ceiling: Ceiling | None = None
         bounded = options.max_steps is not None
         if options.xray and with_cuda:
@@ -159,6 +164,8 @@ class Recording:
             self.flops.leave()
         if bounded:
             self._bound()
+        if options.tune and process.applied is not None:
+            self._tuner = self._make_tuner(process.applied)
         self.stacks = StackSampler(
             lambda: self.recorder.thread,
             lambda: self.recorder.phase,
@@ -191,10 +198,31 @@ class Recording:
 
         return LiveTurns(applied, trial.turns, self.options.folder)
 
+    def _make_tuner(self, applied: Applied) -> Tuner:
+        from flatout.inside.tune import Tuner
+
+        return Tuner(
+            applied,
+            self._feeds_in_use,
+            own=self.recorder.as_own,
+            note=self._note,
+            folder=lambda: self._writer.path.parent if self._writer is not None else self.options.folder,
+            ranks=_rank_and_world_size,
+        )
+
+    def _feeds_in_use(self) -> list[BatchScheduler]:
+        """What makes the batches of the loaders that training reads from at present, where that is flatout's."""
+        from flatout.feed.loader import feed_of
+
+        loaders = (self._loaders_by_number.get(number) for number in sorted(self.recorder.train_loaders))
+        feeds = (feed_of(loader) for loader in loaders if loader is not None)
+        return [feed for feed in feeds if feed is not None and feed.in_pass]
+
     # -- what Timing tells
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass, and perhaps to start its workers."""
+        self._loaders_by_number[number] = loader
         os.environ[RANK] = str(_rank_and_world_size()[0])  # its workers write beside the rank they belong to
         self.loaders.pass_begins(number, loader)
 
@@ -219,6 +247,9 @@ class Recording:
             every_step = True
             if bounded is None:
                 xray.step_ended()
+        if self._tuner is not None:
+            self._tuner.step_ended(recorder.steps)
+            every_step = every_step or self._tuner.wants_every_step
         self.next_look = recorder.steps + _LOOK_EVERY_STEPS
         if every_step or (applied is not None and applied.wants_every_step):
             self.next_look = recorder.steps + 1
@@ -276,6 +307,8 @@ class Recording:
             self._writer.write(step)
         if self._xray is not None:
             self._xray.emitted(step)
+        if self._tuner is not None:
+            self._tuner.saw(step)
 
     def _write_facts(self) -> None:
         self.settings.note_config_modules()
@@ -297,7 +330,8 @@ class Recording:
         )
         applied = self._process.applied
         if applied is not None and applied.ledger.changes:
-            facts = dataclasses.replace(facts, changes=applied.ledger.entries(), compile_s=applied.compile_s)
+            entries = self._tuner.entries() if self._tuner is not None else applied.ledger.entries()
+            facts = dataclasses.replace(facts, changes=entries, compile_s=applied.compile_s)
         self._write(FactsRecord(time_s=time.monotonic(), values=facts))
         self._write(self.stacks.record())
 
@@ -357,7 +391,7 @@ class Recording:
         if applied is not None:
             applied.finish(writer.path.with_name(f"proof-{_rank_and_world_size()[0]:05d}.jsonl"))
         self._write_facts()
-        if applied is not None:
+        if applied is not None and self._tuner is None:  # which has said what it decided
             for entry in applied.ledger.entries():
                 if not entry.applied:
                     self._note(f"{entry.name} was not changed: {entry.how}")

@@ -68,6 +68,7 @@ def run(
     max_steps: int | None = None,
     xray: bool = True,
     plan: Plan | None = None,
+    tune: bool = False,
     trial: Trial | None = None,
     exact_lines: bool = False,
     ends_with_us: bool = False,
@@ -75,9 +76,10 @@ def run(
 ) -> int:
     """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it).
 
-    With `exact_lines`, py-spy looks at its ranks. Where no step has come after `ask_after_s`, a line says what its
-    processes are doing. A command lives on when we are killed, unless it `ends_with_us`: then it gets SIGTERM. The
-    output of a `trial` goes to `output.txt` in the folder, and its exit code is `TIMED_OUT` where it had to be ended.
+    With `tune`, the training decides while it runs which changes of the `plan` to keep. With `exact_lines`, py-spy
+    looks at its ranks. Where no step has come after `ask_after_s`, a line says what its processes are doing. A command
+    lives on when we are killed, unless it `ends_with_us`: then it gets SIGTERM. The output of a `trial` goes to
+    `output.txt` in the folder, and its exit code is `TIMED_OUT` where it had to be ended.
     """
     if not command:
         raise UsageError("no command given: flatout run -- python train.py …")
@@ -93,6 +95,7 @@ def run(
         max_steps=max_steps,
         xray=xray,
         plan=plan,
+        tune=tune,
         trial=trial,
         read_by=os.getpid() if py_spy is not None else None,
     )
@@ -100,7 +103,8 @@ def run(
     if trial is not None and not measured:
         raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
     if plan is not None and not measured:
-        say("the plan is not applied: FLATOUT is off, or nothing can be recorded")
+        what = "nothing is tuned" if tune else "the plan is not applied"
+        say(f"{what}: FLATOUT is off, or nothing can be recorded")
     environment = dict(os.environ)
     if measured:
         environment |= _injection(options, program)

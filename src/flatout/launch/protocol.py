@@ -34,6 +34,7 @@ RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 # Files in the trace folder.
 NOT_MEASURED = "not-measured.txt"  # a line for each reason why a process is not measured
 REQUEST = "what-now"  # asks what a process does that has not trained yet; the answers lie beside it
+TUNED = "tuned.json"  # what a training that tunes itself has decided so far, as a plan
 TURNS = "turns.json"  # the results of the changes that a trial has decided in turns
 MOST_STEPS = 1_500  # of a trial, however short they are
 WEIGHTS_EVERY = 5  # steps
@@ -79,6 +80,7 @@ class Options:
     xray: bool = True
     plan: Plan | None = None
     trial: Trial | None = None
+    tune: bool = False  # decide while training runs which changes of the plan to keep
     read_by: int | None = None  # a process that may read the memory of those that are measured, and so may its children
 
     def to_environment(self) -> str:

@@ -410,4 +410,13 @@ def auto(*, strict: bool) -> Plan:
     chosen = {"loader": "elastic", "pin_memory": True, "device_prefetch": True}
     if strict:
         del chosen["loader"]
+    return _plan_of(chosen)
+
+
+def to_tune() -> Plan:
+    """What `flatout run --tune` decides while training runs: none of it changes what is learned."""
+    return _plan_of({"loader": "elastic", "pin_memory": True, "device_prefetch": True, "gc_freeze": True})
+
+
+def _plan_of(chosen: Mapping[str, Any]) -> Plan:
     return Plan(changes=tuple(Change(name=n, value=v, safety=safety_of(n)) for n, v in chosen.items()))

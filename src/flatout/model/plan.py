@@ -8,6 +8,7 @@ taken for made.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,10 @@ class Plan:
         import yaml  # not above: a plan also travels into a Python that may lack it
 
         return HEADER + yaml.safe_dump(self._data(), sort_keys=False, allow_unicode=True, width=120)
+
+    def json(self) -> str:
+        """For programs, and for a Python without PyYAML; `load` reads it too."""
+        return json.dumps(self._data())
 
     @classmethod
     def load(cls, path: Path) -> Plan:

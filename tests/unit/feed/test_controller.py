@@ -318,3 +318,19 @@ def test_kills_for_memory_are_seen_in_the_kernels_count(
         loader.count_death()
     window_of(loader, 4, 100.0)
     assert (loader.workers, loader.why) == (3, "workers were killed for memory")
+
+
+def test_a_number_that_is_held_changes_for_want_of_memory_alone(
+    eight_cores: budget.Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = 0
+    monkeypatch.setattr(controller_module, "out_of_memory_kills", lambda: kills)
+    held = tuning_of(1, eight_cores)
+    held.set_workers(4, hold=True)
+    for start_s in (100.0, 101.0, 102.0):
+        window_of(held, 4, start_s)
+    assert held.workers == 4, "however long the loop waits"
+    kills = 2
+    held.count_death()
+    window_of(held, 4, 103.0)
+    assert (held.workers, held.why) == (3, "workers were killed for memory")

@@ -292,3 +292,58 @@ def test_batches_made_in_the_training_process_are_measured_under_the_name_of_the
     meter = Meter(SeededDataset(recipe, memoryview(bytearray(16)).cast("q")), None, None)
     report = meter.report()
     assert (report.dataset, report.length) == ("TensorDataset", 6)
+
+
+def tuned(loader: TorchLoader[Any], said: list[str] | None = None) -> Iterator[Any]:
+    """A pass of a loader whose workers are as it declares, until they are told otherwise."""
+    iterator, why_not = iterator_for(loader, LoaderOptions(workers="tuned"), give_back=(said or []).append)
+    assert iterator is not None, why_not
+    return iterator
+
+
+def feed_behind(loader: TorchLoader[Any]) -> BatchScheduler:
+    scheduler = feed_of(loader)
+    assert scheduler is not None
+    return scheduler
+
+
+@pytest.mark.parametrize("declared", [0, 1, 3])
+def test_workers_that_come_and_go_in_mid_pass_leave_every_batch_as_it_is(declared: int) -> None:
+    torch.manual_seed(4)
+    expected = list(TorchLoader(Things(400), 4, shuffle=True, num_workers=declared))
+    torch.manual_seed(4)
+    loader = TorchLoader(Things(400), 4, shuffle=True, num_workers=declared)
+    found, made = [], []
+    for number, batch in enumerate(tuned(loader)):
+        found.append(batch)
+        scheduler = feed_behind(loader)
+        made.append(scheduler.account.made_by_workers)
+        if number == 0:
+            assert (scheduler.workers, len(scheduler.pool.working)) == (declared, declared)
+        if number in (20, 50, 70):
+            scheduler.resize({20: 2, 50: declared, 70: 4}[number], hold=number != 70)
+    assert same(found, expected)
+    assert made[-1] > 0
+    assert (made[19] == 0) == (declared == 0)
+
+
+class Sized(Things):
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.size = 1
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((self.size,), index)
+
+
+def test_a_loop_that_writes_to_its_dataset_is_noticed_when_workers_come_in_mid_pass() -> None:
+    """GIVEN a size that the loop sets after every batch, THEN each batch has the one of its moment all the same."""
+    data, said = Sized(200), ["this is not empty"]
+    loader = TorchLoader(data, 4)
+    for number, batch in enumerate(tuned(loader, said)):
+        assert batch.shape == (4, number // 10 + 1)
+        data.size = (number + 1) // 10 + 1
+        if number == 24:
+            feed_behind(loader).resize(2, hold=True)
+    assert "the loop writes to what it reads (Sized, size)" in said[-1]
+    assert feed_behind(loader).left_workers

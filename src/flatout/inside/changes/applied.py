@@ -55,7 +55,7 @@ class Applied:
             if ledger.changes or self._proof is not None:
                 from flatout.inside.changes.loading import Loading  # brings all of feed
 
-                self._loading = Loading(ledger, changes, self._computing.device)
+                self._loading = Loading(ledger, changes, self._computing.device, tuned=options.tune)
                 self._computing.install()
                 self._live |= self._loading.install()
             if self._proof is not None:
@@ -89,6 +89,11 @@ class Applied:
         """Why a change that is on has no effect; empty where it has one."""
         entry = self.ledger.entry(self.ledger.changes[name])
         return "" if entry.applied else str(entry.how)
+
+    def hand_back_loaders(self, why: str) -> None:
+        """From the next pass on, have PyTorch make the batches of loaders without workers; "": no longer."""
+        if self._loading is not None:
+            self._loading.no_workers_for = why
 
     def try_out(self, name: str) -> None:
         """Switch a change on that may fail: a forward that raises with it is repeated without."""

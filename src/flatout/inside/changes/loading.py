@@ -40,12 +40,19 @@ _ARGUMENTS = named(moment="DataLoader()")
 
 
 class Loading:
-    """The plan's changes to loaders. `device` says where the model is trained (None: not known yet)."""
+    """The plan's changes to loaders. `device` says where the model is trained (None: not known yet).
 
-    def __init__(self, ledger: Ledger, changes: Subscriber, device: Callable[[], torch.device | None]) -> None:
+    `tuned`: our iterator has as many workers as the script declares, none included, until they are changed.
+    """
+
+    def __init__(
+        self, ledger: Ledger, changes: Subscriber, device: Callable[[], torch.device | None], *, tuned: bool = False
+    ) -> None:
         self._ledger = ledger
         self._changes = changes
         self._device = device
+        self._tuned = tuned
+        self.no_workers_for = ""  # why loaders without workers stay PyTorch's
         self._signature = inspect.signature(_Loader.__init__)
         self._built = WeakIdMap()  # the loaders and their datasets, and where each loader was made
         self._prefetch = DevicePrefetch(ledger)
@@ -166,6 +173,8 @@ class Loading:
 
     def _elastic(self, loader: Any, *, page_locked: bool) -> tuple[Any, str]:
         if loader.num_workers == 0:
+            if self.no_workers_for:
+                return None, self.no_workers_for
             if _holds_gpu_memory(loader.dataset):
                 return None, "the dataset holds tensors on the GPU, which no worker may touch"
             sampler = _own_sampler(loader)
@@ -173,7 +182,7 @@ class Loading:
                 why = f"num_workers=0, and the sampler is the script's own, {sampler}: it may go by what was learned"
                 return None, why
         options = LoaderOptions(
-            workers="auto",
+            workers="tuned" if self._tuned else "auto",
             page_locked=page_locked,
             defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
         )
