@@ -529,7 +529,18 @@ class Sample:
 
 
 Record = (
-    RunInfo | Step | Window | Note | Sample | Summary | FactsRecord | Xray | WorkerReport | Stacks | ExactLines | End
+    RunInfo
+    | Step
+    | Window
+    | Note
+    | Sample
+    | Summary
+    | FactsRecord
+    | Xray
+    | WorkerReport
+    | Stacks
+    | ExactLines
+    | End
 )
 
 KINDS: dict[str, type[Any]] = {
