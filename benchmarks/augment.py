@@ -127,9 +127,7 @@ def ours(case: str) -> Iterator[Row]:
     moved = nhwc[0].numel() * (1 + 2)  # uint8 in, bfloat16 out
     copies = [torch.zeros(2, moved // 2, dtype=torch.uint8, device="cuda") for _ in range(SETS)]
     yield _row(
-        case,
-        "floor: device-to-device copy of as many bytes",
-        _timed_graph(lambda k: copies[k][1].copy_(copies[k][0])),
+        case, "floor: device-to-device copy of as many bytes", _timed_graph(lambda k: copies[k][1].copy_(copies[k][0]))
     )
     for layout, images in (("NHWC", nhwc), ("NCHW", nchw)):
         for channels_last in (False, True):
@@ -140,9 +138,7 @@ def ours(case: str) -> Iterator[Row]:
             yield _row(case, f"flatout, GPU time, {layout} → {out}", times)
             if not channels_last:
                 call = lambda k: aug(images[k], index=indices[k], epoch=next(epoch))  # noqa: B023, E731
-                yield _row(
-                    case, f"flatout, call, {layout} → {out}", _timed_calls(call, repeats=20, calls=200)
-                )
+                yield _row(case, f"flatout, call, {layout} → {out}", _timed_calls(call, repeats=20, calls=200))
 
 
 def _kornia(case: str) -> torch.nn.Module:
@@ -231,25 +227,16 @@ def cpu_workers(case: str) -> Iterator[Row]:
             if number > workers:
                 times.append((now - last) * 1e3)
             last = now
-        mean_ms = (
-            (last - start) * 1e3 / len(times)
-        )  # batches arrive in bunches: the mean is what training sees
+        mean_ms = (last - start) * 1e3 / len(times)  # batches arrive in bunches: the mean is what training sees
         ordered = sorted(times)
-        yield Row(
-            case, f"CPU, {workers} workers", mean_ms, ordered[0], ordered[-1], len(times), "mean, min to max"
-        )
+        yield Row(case, f"CPU, {workers} workers", mean_ms, ordered[0], ordered[-1], len(times), "mean, min to max")
 
 
 def host(case: str) -> Iterator[Row]:
     """How long the host is busy with one call when the GPU keeps up: a batch of two tiny pictures."""
-    images, index = (
-        torch.zeros(2, 32, 32, 3, dtype=torch.uint8, device="cuda"),
-        torch.arange(2, device="cuda"),
-    )
+    images, index = torch.zeros(2, 32, 32, 3, dtype=torch.uint8, device="cuda"), torch.arange(2, device="cuda")
     aug: Augment = CASES[case][0](dtype=torch.bfloat16)
-    yield _row(
-        case, "flatout, host time a call", _timed_calls(lambda _: aug(images, index=index, epoch=1), 20, 100)
-    )
+    yield _row(case, "flatout, host time a call", _timed_calls(lambda _: aug(images, index=index, epoch=1), 20, 100))
 
 
 def tiles(case: str) -> Iterator[Row]:
@@ -322,10 +309,7 @@ def to_device(batch, device, cfg, epoch=None):
 """,
     ),
     Edit(
-        "the loader that goes with it",
-        "train.py",
-        old="    loader = DataLoader(",
-        new="    loader = feed.DataLoader(",
+        "the loader that goes with it", "train.py", old="    loader = DataLoader(", new="    loader = feed.DataLoader("
     ),
     Edit(
         "what all this takes",
@@ -365,12 +349,9 @@ def segment_batch(data: Path) -> Iterator[Row]:
     settings = SimpleNamespace(**yaml.safe_load((ROOT / "workloads/segment/config.yaml").read_text()))
     names = [f"{number:06}" for number in range(settings.batch_size)]
     augmented = script.PhotoDataset(data, names, settings)
-    with mock.patch.object(
-        script, "read", functools.cache(script.read)
-    ):  # read and decoded before the clock starts
+    with mock.patch.object(script, "read", functools.cache(script.read)):  # read and decoded before the clock starts
         pictures = [
-            [torch.from_numpy(np.array(script.read(*place))) for place in _places(data, name)]
-            for name in names
+            [torch.from_numpy(np.array(script.read(*place))) for place in _places(data, name)] for name in names
         ]
         times = []
         for _ in range(5):
@@ -399,27 +380,19 @@ def _places(data: Path, name: str) -> Iterator[tuple[Path, str]]:
 
 def main() -> None:
     """Measure, print, write."""
-    parts = {
-        part.__name__: part for part in (ours, host, kornia, torchvision, cpu_workers, kornia_compiled, tiles)
-    }
+    parts = {part.__name__: part for part in (ours, host, kornia, torchvision, cpu_workers, kornia_compiled, tiles)}
     parts["kornia_compiled_here"] = functools.partial(kornia, compiled=True)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[*parts, "segment"])
     parser.add_argument("--case", choices=CASES, action="append", help="one case only")
     parser.add_argument("--data", type=Path, metavar="DIR", help="of the workload segment")
-    parser.add_argument(
-        "--out", default=str(ROOT / "benchmarks" / "results" / "augment.json"), help="'-' is stdout"
-    )
+    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "augment.json"), help="'-' is stdout")
     options = parser.parse_args()
     if options.only == "segment" and options.data is None:
         parser.error("--only segment wants --data DIR")
 
     every_case, one_case = ("ours", "kornia", "torchvision"), ("host", "cpu_workers", "kornia_compiled")
-    plan = [(name, case) for name in every_case for case in CASES] + [
-        (name, next(iter(CASES))) for name in one_case
-    ]
+    plan = [(name, case) for name in every_case for case in CASES] + [(name, next(iter(CASES))) for name in one_case]
     if options.only:
         plan = [(options.only, case) for case in CASES if options.only in parts]
     show = functools.partial(print, file=sys.stderr if options.out == "-" else sys.stdout, flush=True)
@@ -430,9 +403,7 @@ def main() -> None:
     def take(rows: Iterator[Row]) -> None:
         for row in rows:
             results["rows"].append(asdict(row))
-            took = (
-                "no figure" if row.n == 0 else f"{row.median_ms:.4f} ({row.p10_ms:.4f} to {row.p90_ms:.4f})"
-            )
+            took = "no figure" if row.n == 0 else f"{row.median_ms:.4f} ({row.p10_ms:.4f} to {row.p90_ms:.4f})"
             show(f"{row.case}: {row.what}: {took}, n={row.n} {row.note}")
 
     for name, case in plan:

@@ -53,9 +53,7 @@ HOSTILE: tuple[Any, ...] = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=1000, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first of the seeds")
     parser.add_argument("--large-mb", type=int, default=1000, metavar="N", help="size of the large traces")
@@ -115,9 +113,7 @@ def shown(originals: list[Path], folder: Path, seed: int) -> tuple[str, str, str
     original, verb = draw.choice(originals), VERBS[seed % len(VERBS)]
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(original, folder)
-    how = f"{original.name}, {verb}: " + "; ".join(
-        damage(folder, draw) for _ in range(draw.choice((1, 1, 2, 4)))
-    )
+    how = f"{original.name}, {verb}: " + "; ".join(damage(folder, draw) for _ in range(draw.choice((1, 1, 2, 4))))
     return how, *end_of(words_for(verb, original, folder))
 
 
@@ -161,9 +157,7 @@ def _too_long(*_: object) -> None:
 
 # Size
 
-_SPANS = [
-    {"name": name, "start_ms": 0, "host_ms": 20.0} for name in ("data", "forward", "backward", "optimizer")
-]
+_SPANS = [{"name": name, "start_ms": 0, "host_ms": 20.0} for name in ("data", "forward", "backward", "optimizer")]
 LARGE: dict[str, dict[str, Any] | str] = {  # a record, again and again; or text without an end
     "steps": {"record": "step", "index": 1, "start_s": 1.0, "wall_ms": 80.0, "samples": 32, "spans": _SPANS},
     "windows": {
@@ -189,11 +183,7 @@ def shown_large(kind: str, megabytes: int) -> dict[str, Any]:
         script += "try: cli.main()\n"
         script += "finally: print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"
         done = subprocess.run(
-            [sys.executable, "-c", script, folder],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT / "src",
+            [sys.executable, "-c", script, folder], capture_output=True, text=True, check=False, cwd=ROOT / "src"
         )
     said = " ".join(done.stdout.split())
     note = said.partition("Notes: ")[2].partition(" Trace: ")[0]

@@ -33,9 +33,7 @@ OPTIONS = ("--budget", "82s", "--steps", "120", "--html", "fix.html")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=int, metavar="N", help="run it N times beside two busy processes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --measure: the figures as JSON")
     options = parser.parse_args()
@@ -59,12 +57,8 @@ def demo(*, quiet: bool = False) -> Path:
     if quiet:
         options += ["--json", "fix.json"]
     fix = [*("fix", *options, "--"), *command]
-    print(
-        f"A training reads {FILES:,} small files from slow storage: {LATENCY_MS} ms each, and the demo itself makes"
-    )
-    print(
-        "that latency. flatout finds out why the training is slow, tries a fix and proves that training is the same:"
-    )
+    print(f"A training reads {FILES:,} small files from slow storage: {LATENCY_MS} ms each, and the demo itself makes")
+    print("that latency. flatout finds out why the training is slow, tries a fix and proves that training is the same:")
     print(f"\n$ flatout {' '.join(fix)}\n", flush=True)
     environment = {
         **os.environ,
@@ -73,12 +67,7 @@ def demo(*, quiet: bool = False) -> Path:
     }
     output = subprocess.DEVNULL if quiet else None
     ended = subprocess.run(
-        [sys.executable, "-m", "flatout", *fix],
-        cwd=folder,
-        env=environment,
-        stdout=output,
-        stderr=output,
-        check=False,
+        [sys.executable, "-m", "flatout", *fix], cwd=folder, env=environment, stdout=output, stderr=output, check=False
     )
     if ended.returncode:
         sys.exit("the demo did not come to its end")
@@ -121,12 +110,7 @@ def measure(runs: int, out: Path | None) -> None:
     }
     print(json.dumps(summary, indent=2))
     if out is not None:
-        figures = {
-            "machine": describe(),
-            "load_average": os.getloadavg(),
-            "summary": summary,
-            "runs": results,
-        }
+        figures = {"machine": describe(), "load_average": os.getloadavg(), "summary": summary, "runs": results}
         out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
@@ -135,12 +119,7 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
     kept = {change["safety"] for change in result["kept"]}
     gain = result["gain"] or {"value": 1.0, "low": 1.0, "high": 1.0}
     figures = {name: round(gain[name], 2) for name in ("value", "low", "high")}
-    return {
-        "gain": figures["value"],
-        "low": figures["low"],
-        "high": figures["high"],
-        "proof": ", ".join(sorted(kept)),
-    }
+    return {"gain": figures["value"], "low": figures["low"], "high": figures["high"], "proof": ", ".join(sorted(kept))}
 
 
 @contextlib.contextmanager

@@ -50,10 +50,7 @@ def after(line: str, code: str) -> Edit:
 
     def edit(text: str) -> str:
         changed, count = re.subn(
-            rf"^([ \t]*)([^#\n]*{re.escape(line)}.*)$",
-            lambda m: f"{m[0]}\n{m[1]}{code}",
-            text,
-            flags=re.MULTILINE,
+            rf"^([ \t]*)([^#\n]*{re.escape(line)}.*)$", lambda m: f"{m[0]}\n{m[1]}{code}", text, flags=re.MULTILINE
         )
         assert count, f"no line with {line}"
         return changed
@@ -79,9 +76,7 @@ def first(code: str) -> Edit:
 
 def with_workers(count: int, more: str = "") -> Edit:
     """Give the first loader of yunjey's tutorials so many workers."""
-    return lambda text: re.sub(
-        r"(batch_size=batch_size, *\n)", rf"\1 num_workers={count}, {more}\n", text, count=1
-    )
+    return lambda text: re.sub(r"(batch_size=batch_size, *\n)", rf"\1 num_workers={count}, {more}\n", text, count=1)
 
 
 def prepare_words(folder: Path) -> None:
@@ -319,9 +314,7 @@ utils.save_image = lambda *a, **k: None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", type=Path, metavar="SCRIPTS")
     parser.add_argument("--only", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
@@ -386,13 +379,7 @@ def run(script: Script, path: Path, scratch: Path) -> str:
     with company(script.beside):
         try:
             done = subprocess.run(
-                command,
-                cwd=path.parent,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=WITHIN_S,
-                check=False,
+                command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False
             )
         except subprocess.TimeoutExpired:
             return f"not done within {WITHIN_S} s"
@@ -411,12 +398,7 @@ def verdict(script: Script, folder: Path, problem: str) -> dict[str, Any]:
     except TraceError as trouble:
         return {"found": [], "right": False, "among": False, "problem": f"{problem} {trouble}"}
     if not recorded.ranks:
-        return {
-            "found": [],
-            "right": False,
-            "among": False,
-            "problem": problem or "no training step was seen",
-        }
+        return {"found": [], "right": False, "among": False, "problem": problem or "no training step was seen"}
     metrics, found = metrics_of(recorded)[0], diagnose(recorded)
     codes = [finding.code for finding in found]
     return {
@@ -425,9 +407,7 @@ def verdict(script: Script, folder: Path, problem: str) -> dict[str, Any]:
         "among": script.expect in codes,
         "title": found[0].title if found else None,
         "steps": metrics.breakdown.steps,
-        "shares": {
-            part.name: round(part.share, 3) for part in metrics.breakdown.training if part.share >= 0.01
-        },
+        "shares": {part.name: round(part.share, 3) for part in metrics.breakdown.training if part.share >= 0.01},
         "cores_busy_with_others": metrics.machine.cores_others,
         "problem": problem,
     }

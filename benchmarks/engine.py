@@ -3,9 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1] / "src"
-)  # not this folder: it has a workloads.py of its own
+sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # not this folder: it has a workloads.py of its own
 
 from flatout.cli import main  # noqa: E402
 

@@ -76,9 +76,7 @@ def text(*names: str, words: int = 20_000, heading: str = "") -> Callable[[Path]
             found = [f"word{n:x}" for n in random.integers(0, 300, count)]
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(
-                heading + "\n".join(" ".join(found[i : i + 10]) for i in range(0, count, 10)) + "\n"
-            )
+            path.write_text(heading + "\n".join(" ".join(found[i : i + 10]) for i in range(0, count, 10)) + "\n")
 
     return make
 
@@ -171,12 +169,10 @@ def tiny(kind: str, where: str, *, weights: bool = False) -> Callable[[Path], No
         vocabulary = {word: n for n, word in enumerate([*special, *(f"word{n:x}" for n in range(300))])}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        names = dict(
-            zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True)
+        names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, **names).save_pretrained(
+            folder / where
         )
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, model_max_length=128, **names
-        ).save_pretrained(folder / where)
         size = {"vocab_size": len(vocabulary), "pad_token_id": 0}
         if kind == "gpt2":
             config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=2,
@@ -228,11 +224,7 @@ class Glue(evaluate.Metric):
 _EXAMPLES = {"repo": "pytorch/examples"}
 _TUTORIAL = {"repo": "yunjey/pytorch-tutorial", "prepare": digits("../../data")}
 _GAN = {"repo": "eriklindernoren/PyTorch-GAN", "prepare": digits("../../data/mnist"), "kind": "GAN"}
-_FABRIC = {
-    "repo": "Lightning-AI/pytorch-lightning",
-    "kind": "Lightning Fabric",
-    "prepare": digits("../../../Datasets"),
-}
+_FABRIC = {"repo": "Lightning-AI/pytorch-lightning", "kind": "Lightning Fabric", "prepare": digits("../../../Datasets")}
 _LIGHTNING = {"repo": "Lightning-AI/pytorch-lightning", "kind": "Lightning"}
 _TRANSFORMERS = {"repo": "huggingface/transformers"}
 _ACCELERATE = {"repo": "huggingface/accelerate", "kind": "Accelerate", "prepare": paraphrases}

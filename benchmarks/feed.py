@@ -121,12 +121,7 @@ def make_photos(folder: Path, count: int) -> None:
     """Files of 500×375 that cost what photographs cost to decode: noise of many octaves, quality 90."""
     with ProcessPoolExecutor(CORES, mp_context=multiprocessing.get_context("fork")) as pool:
         list(
-            pool.map(
-                _make_photo,
-                [folder / f"{number:05}.jpg" for number in range(count)],
-                range(count),
-                chunksize=16,
-            )
+            pool.map(_make_photo, [folder / f"{number:05}.jpg" for number in range(count)], range(count), chunksize=16)
         )
 
 
@@ -150,9 +145,7 @@ def normalized(batch: Any) -> Any:
 # --- how it is measured -----------------------------------------------------------------------------------------------
 
 
-def rate(
-    batches: Iterator[Any], count: Callable[[Any], float], seconds: float, warm_up_s: float = 1.5
-) -> float:
+def rate(batches: Iterator[Any], count: Callable[[Any], float], seconds: float, warm_up_s: float = 1.5) -> float:
     """Of whatever `count` counts, per second, after a while of warming up."""
     next(batches)
     begun = time.perf_counter()
@@ -173,13 +166,9 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def torch_to_gpu(
-    loader: TorchLoader[Any], after: Callable[[Any], Any] = lambda batch: batch
-) -> Iterator[Any]:
+def torch_to_gpu(loader: TorchLoader[Any], after: Callable[[Any], Any] = lambda batch: batch) -> Iterator[Any]:
     for batch in loader:
-        moved = [
-            part.to(DEVICE, non_blocking=True) for part in (batch if isinstance(batch, list) else [batch])
-        ]
+        moved = [part.to(DEVICE, non_blocking=True) for part in (batch if isinstance(batch, list) else [batch])]
         yield after(moved if isinstance(batch, list) else moved[0])
 
 
@@ -213,9 +202,7 @@ class Measurements:
 
     def run(self, rounds: int) -> None:
         order = [
-            name
-            for seed in range(rounds)
-            for name in random.Random(seed).sample(list(self._ways), len(self._ways))
+            name for seed in range(rounds) for name in random.Random(seed).sample(list(self._ways), len(self._ways))
         ]
         for place, name in enumerate(order, 1):
             if time.monotonic() > self._until and self.values.keys() >= self._ways.keys():
@@ -231,13 +218,7 @@ class Measurements:
 
     def save(self, notes: list[str]) -> None:
         rows = {name: figure(values) for name, values in sorted(self.values.items())}
-        result = {
-            "machine": self._machine,
-            "part": self._part,
-            "unit": self.unit,
-            "rows": rows,
-            "notes": notes,
-        }
+        result = {"machine": self._machine, "part": self._part, "unit": self.unit, "rows": rows, "notes": notes}
         if self._out is not None:
             self._out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -274,9 +255,7 @@ def bytes_into_gpu(measured: Measurements) -> None:
     measured.run(rounds=3)
     notes = []
     for workers in sorted({min(CORES, workers) for workers in (4, 8, 14)}):
-        times = measured.median(f"ours, {workers:2} workers") / measured.median(
-            f"PyTorch, {workers:2} workers"
-        )
+        times = measured.median(f"ours, {workers:2} workers") / measured.median(f"PyTorch, {workers:2} workers")
         notes.append(f"{workers} workers: {times:.1f} times PyTorch's (goal: 5)")
     notes.append("wanted: 40 GB/s at 14 workers")
     measured.conclude(f"50 MB uint8 batches to {DEVICE}", notes)
@@ -301,9 +280,7 @@ def jpeg(measured: Measurements) -> None:
         measured.add("ours, auto", ours)
         for workers in sorted({max(1, CORES * share // 8) for share in (8, 12, 16)}):
             measured.add(f"PyTorch, {workers:2} workers", lambda workers=workers: with_pytorch(workers))
-        measured.add(
-            f"decoders alone, {CORES} processes", lambda: decoders_alone(Path(folder), measured.seconds)
-        )
+        measured.add(f"decoders alone, {CORES} processes", lambda: decoders_alone(Path(folder), measured.seconds))
         measured.run(rounds=3)
     best = max(measured.median(name) for name in measured.values if name.startswith("PyTorch"))
     ceiling = measured.median(f"decoders alone, {CORES} processes")
@@ -321,9 +298,7 @@ def decoders_alone(folder: Path, seconds: float) -> float:
     """What all cores decode, crop and flip when nobody collects it."""
     context = multiprocessing.get_context("fork")
     go, counts = context.Event(), context.Queue()
-    processes = [
-        context.Process(target=_decode_alone, args=(folder, go, seconds, counts)) for _ in range(CORES)
-    ]
+    processes = [context.Process(target=_decode_alone, args=(folder, go, seconds, counts)) for _ in range(CORES)]
     for process in processes:
         process.start()
     go.set()
@@ -487,9 +462,7 @@ def endless(loader: TorchLoader[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def beside_bare(
-    loader: TorchLoader[Any], bare: TorchLoader[Any], groups: int = 40, group: int = 64
-) -> list[float]:
+def beside_bare(loader: TorchLoader[Any], bare: TorchLoader[Any], groups: int = 40, group: int = 64) -> list[float]:
     """CPU time a batch that `next()` takes beyond that of a bare loader, in µs; a few of each in turns. The loop
     computes for a millisecond in between, so that nobody waits."""
 
@@ -544,9 +517,7 @@ PARTS: dict[str, Callable[[Measurements], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")

@@ -50,19 +50,14 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "samples are loaded in the training process",
             (
                 Flags(
-                    "decode in every core but the two the training needs",
-                    "--num-workers {spare} --persistent-workers",
+                    "decode in every core but the two the training needs", "--num-workers {spare} --persistent-workers"
                 ),
             ),
             (("data.main-thread", "num_workers"),),
         ),
         Mistake(
             "memory is not page-locked",
-            (
-                Flags(
-                    "copy from page-locked memory, so that the copy overlaps the step before", "--pin-memory"
-                ),
-            ),
+            (Flags("copy from page-locked memory, so that the copy overlaps the step before", "--pin-memory"),),
             (("copy.pageable", "pin_memory"),),
         ),
         Mistake(
@@ -72,12 +67,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         ),
         Mistake(
             "evaluation and checkpoint every epoch",
-            (
-                Flags(
-                    "look at the validation data when there is something to see",
-                    "--eval-every 5 --save-every 5",
-                ),
-            ),
+            (Flags("look at the validation data when there is something to see", "--eval-every 5 --save-every 5"),),
             (("pause.eval", "eval_interval"), ("pause.checkpoint", "checkpoint_interval")),
         ),
     ),
@@ -169,12 +159,7 @@ def to_device(batch, device, cfg, augment=False):
         ),
         Mistake(
             "28 workers on 16 cores",
-            (
-                Flags(
-                    "a worker for each core the training leaves free",
-                    "--num-workers {spare} --prefetch-factor 4",
-                ),
-            ),
+            (Flags("a worker for each core the training leaves free", "--num-workers {spare} --prefetch-factor 4"),),
         ),
         Mistake(
             "a batch of 256",
@@ -292,6 +277,4 @@ def to_device(batch, device, cfg, augment=False):
         ),
     ),
 }
-FIXES = {
-    name: tuple(fix for mistake in mistakes for fix in mistake.fixes) for name, mistakes in MISTAKES.items()
-}
+FIXES = {name: tuple(fix for mistake in mistakes for fix in mistake.fixes) for name, mistakes in MISTAKES.items()}

@@ -57,9 +57,7 @@ def mnist(where: str, train: int = 60_000, test: int = 10_000) -> Callable[[Path
         for part, count in (("train", train), ("t10k", test)):
             labels = random.integers(0, 10, count, dtype=np.uint8)
             pictures = (digits[labels] + random.integers(0, 96, (count, 28, 28))).astype(np.uint8)
-            (raw / f"{part}-images-idx3-ubyte").write_bytes(
-                struct.pack(">4I", 2051, count, 28, 28) + pictures.data
-            )
+            (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, count, 28, 28) + pictures.data)
             (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, count) + labels.data)
 
     return make
@@ -89,13 +87,9 @@ def electricity(folder: Path) -> None:
     hours = [str(hour).replace("T", " ") for hour in np.datetime64("2016-07-01T00") + np.arange(17_420)]
     noise = np.random.default_rng(0).normal(0, 0.1, (len(hours), 7))
     values = np.sin(np.arange(len(hours))[:, None] / np.arange(5, 12)) + noise
-    rows = (
-        f"{hour}:00:00,{','.join(f'{v:.4f}' for v in row)}" for hour, row in zip(hours, values, strict=True)
-    )
+    rows = (f"{hour}:00:00,{','.join(f'{v:.4f}' for v in row)}" for hour, row in zip(hours, values, strict=True))
     (folder / "dataset").mkdir()
-    (folder / "dataset/ETTh1.csv").write_text(
-        "\n".join(("date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT", *rows)) + "\n"
-    )
+    (folder / "dataset/ETTh1.csv").write_text("\n".join(("date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT", *rows)) + "\n")
 
 
 def ratings(folder: Path) -> None:
@@ -170,9 +164,7 @@ ON_A_GPU = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", type=Path, metavar="SCRIPTS")
     parser.add_argument("--gpu", action="store_true", help="on a GPU: other scripts, at their full size")
     parser.add_argument("--only", nargs="*", metavar="NAME")
@@ -192,9 +184,7 @@ def main() -> None:
         result = try_out(script, options, setup)
         print(f"{script.name}: {result['sentence']} {result.get('checked') or ''}", flush=True)
         if options.out is not None:
-            old = (
-                json.loads(options.out.read_text(encoding="utf-8"))["results"] if options.out.exists() else []
-            )
+            old = json.loads(options.out.read_text(encoding="utf-8"))["results"] if options.out.exists() else []
             every = [r for r in old if r["script"] != script.name] + [result]
             every.sort(key=lambda r: [s.name for s in scripts].index(r["script"]))
             figures = {"benchmark": "fixed_scripts", "machine": machine | setup, "results": every}
@@ -205,9 +195,7 @@ def try_out(script: Script, options: argparse.Namespace, setup: dict[str, str]) 
     """Fix it, look at what that left behind, and measure before and after once more."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch, "repo")
-        shutil.copytree(
-            options.scripts / script.repo.replace("/", "+"), copy, ignore=shutil.ignore_patterns(".git")
-        )
+        shutil.copytree(options.scripts / script.repo.replace("/", "+"), copy, ignore=shutil.ignore_patterns(".git"))
         path = copy / script.path
         script.prepare(path.parent)
         command = ["python", path.name, *script.flags]
@@ -217,40 +205,20 @@ def try_out(script: Script, options: argparse.Namespace, setup: dict[str, str]) 
         page = (options.pages or Path(scratch)).resolve() / f"{script.name}.html"
         told = {"script": script.name, "repo": script.repo, "commit": COMMITS[script.repo], "path": script.path,
                 "flags": list(script.flags), "budget": options.budget, "load_before": os.getloadavg()[0]}  # fmt: skip
-        fix = [
-            "fix",
-            "--unprotected",
-            "--budget",
-            options.budget,
-            "--json",
-            str(results),
-            "--html",
-            str(page),
-        ]
+        fix = ["fix", "--unprotected", "--budget", options.budget, "--json", str(results), "--html", str(page)]
         said = flatout([*fix, "--", *command], path.parent, environment)
         if not results.exists():
             return told | {"sentence": said[-600:]}
         found = json.loads(results.read_text(encoding="utf-8"))
-        told |= {
-            key: found[key]
-            for key in ("sentence", "seconds", "gain", "noise", "remarks", "stopped", "trials")
-        }
+        told |= {key: found[key] for key in ("sentence", "seconds", "gain", "noise", "remarks", "stopped", "trials")}
         told |= {
             "kept": [
-                {
-                    key: change[key]
-                    for key in ("name", "value", "safety", "knob", "gain", "proof", "permanently")
-                }
+                {key: change[key] for key in ("name", "value", "safety", "knob", "gain", "proof", "permanently")}
                 for change in found["kept"]
             ],
-            "undone": [
-                {key: change[key] for key in ("name", "value", "verdict", "why")}
-                for change in found["undone"]
-            ],
+            "undone": [{key: change[key] for key in ("name", "value", "verdict", "why")} for change in found["undone"]],
             "untouched": fingerprint(copy) == before,
-            "left_running": [
-                p.pid for p in psutil.process_iter(["cmdline"]) if scratch in str(p.info["cmdline"])
-            ],
+            "left_running": [p.pid for p in psutil.process_iter(["cmdline"]) if scratch in str(p.info["cmdline"])],
         }
         return told | (checked(command, path.parent, environment, options.repeats) if found["kept"] else {})
 
@@ -281,11 +249,7 @@ def flatout(arguments: list[str], folder: Path, environment: dict[str, str]) -> 
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """Every file by its bytes, except what flatout itself says it writes."""
-    files = [
-        p
-        for p in sorted(folder.rglob("*"))
-        if p.is_file() and not set(OURS) & set(p.relative_to(folder).parts)
-    ]
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not set(OURS) & set(p.relative_to(folder).parts)]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 

@@ -40,29 +40,17 @@ from flatout.diagnose.rules import diagnose  # noqa: E402
 from flatout.model.causes import Finding  # noqa: E402
 from flatout.model.stats import USUAL_RUN_NOISE  # noqa: E402
 
-STEPS = {
-    "gray": 200,
-    "segment": 200,
-    "captcha": 120,
-    "video": 130,
-    "stock": 500,
-}  # outlast what is prefetched
+STEPS = {"gray": 200, "segment": 200, "captcha": 120, "video": 130, "stock": 500}  # outlast what is prefetched
 EPOCHS = 5  # how often `gray` evaluates when fixed
 BEFORE, AGAIN = "as it is", "as it is, again"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=list(MISTAKES), metavar="NAME", help=", ".join(MISTAKES))
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="where NAME-SIZE lies or will be made"
-    )
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="where NAME-SIZE lies or will be made")
     parser.add_argument("--size", choices=["tiny", "small", "full"], default="full")
-    parser.add_argument(
-        "--traces", type=Path, required=True, metavar="DIR", help="where the recordings are kept"
-    )
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="where the recordings are kept")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--seconds", type=float, default=5, help="a window lasts")
     parser.add_argument("--rounds", type=int, default=1)
@@ -106,9 +94,7 @@ class Book:
         if variant not in known:
             self._here = self._here or workloads.machine()
             if (self.kept["machine"], page["settings"]) != (self._here, settings):
-                raise workloads.Failed(
-                    f"{self._path} is of another machine, or other settings: choose another file"
-                )
+                raise workloads.Failed(f"{self._path} is of another machine, or other settings: choose another file")
             start = time.monotonic()
             known[variant] = measured()
             print(f"{name}, {variant}: {known[variant]['samples_per_s']:,.0f} samples/s ", end="")
@@ -178,22 +164,10 @@ def record(name: str, flags: Sequence[str], steps: int, recording: Path) -> None
         python.chmod(0o755)
         told = recording.with_name(f"run-{name}.json")
         recording.parent.mkdir(parents=True, exist_ok=True)
-        words = [
-            "run",
-            "--quiet",
-            "--max-steps",
-            str(steps),
-            "--trace",
-            str(recording),
-            "--json",
-            str(told),
-            "--",
-        ]
+        words = ["run", "--quiet", "--max-steps", str(steps), "--trace", str(recording), "--json", str(told), "--"]
         command = [sys.executable, "-m", "flatout", *words, *workloads.start(root, name), *flags]
         command += ["--out", str(Path(folder, "run"))]
-        env = workloads.environment(root, ROOT / "src") | {
-            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"
-        }
+        env = workloads.environment(root, ROOT / "src") | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
         start = time.monotonic()
         ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         if not recording.exists():
@@ -223,9 +197,7 @@ def measured_by(
 def row(mistake: Mistake, found: Sequence[Finding], speeds: dict[str, list[float]]) -> dict[str, Any]:
     """What was promised for fixing it, what that gave, and how that fits."""
     names = [finding for finding in found if (finding.code, finding.change) in mistake.named_by]
-    promised = (
-        [math.prod(getattr(f, end) for f in names) for end in ("gain_low", "gain_high")] if names else None
-    )
+    promised = [math.prod(getattr(f, end) for f in names) for end in ("gain_low", "gain_high")] if names else None
     noise = 1 + max(USUAL_RUN_NOISE, runs_differ_by(speeds))
     gain = statistics.geometric_mean(speeds[mistake.what]) / statistics.geometric_mean(speeds[BEFORE])
     low, high = promised or (0.0, 1.0)

@@ -29,26 +29,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from benchmarks.workloads import copied, fix, machine, make_data, measure, split_at_dashes  # noqa: E402
 
 BEST, AGAIN = 5, 2
-WISHES = (
-    "--allow",
-    "batch_size",
-    "--only",
-    "loader,num_workers,prefetch_factor,pin_memory,device_prefetch,batch_size",
-)
+WISHES = ("--allow", "batch_size", "--only", "loader,num_workers,prefetch_factor,pin_memory,device_prefetch,batch_size")
 WANTED_SPEED, WANTED_TIME = 0.97, 0.10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=["gray", "stock"])
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--size", choices=["tiny", "small", "full"], default="full")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument(
-        "--seconds", type=float, default=6.0, help="a window lasts, and the warm-up before it"
-    )
+    parser.add_argument("--seconds", type=float, default=6.0, help="a window lasts, and the warm-up before it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--budget", default="4m", help="of flatout fix")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4, 8, 12, 14, 16, 24])
@@ -63,9 +54,7 @@ def main() -> None:
         result = compare(root, options, common)
     written(options, result)
     best, found = result["best"], result["fix"]
-    print(
-        f"the grid's best, {best['flags']}: {best['samples_per_s']:,.0f} samples/s after {result['seconds']:.0f} s"
-    )
+    print(f"the grid's best, {best['flags']}: {best['samples_per_s']:,.0f} samples/s after {result['seconds']:.0f} s")
     print(f"found by fix: {found['samples_per_s']:,.0f} samples/s after {found['seconds']:.0f} s")
     print(f"{result['speed']:.0%} of the speed (goal: {WANTED_SPEED:.0%})")
     print(f"{result['time']:.0%} of the time (goal: {WANTED_TIME:.0%})")
@@ -134,9 +123,7 @@ def known(options: argparse.Namespace) -> list[dict[str, Any]]:
         return []
     earlier = json.loads(options.out.read_text(encoding="utf-8"))
     if earlier.get("asked") != asked(options):
-        sys.exit(
-            f"{options.out} holds the figures of another grid, or of another machine: choose another file"
-        )
+        sys.exit(f"{options.out} holds the figures of another grid, or of another machine: choose another file")
     points: list[dict[str, Any]] = earlier["points"]
     return [point for point in points if point["runs"]]
 

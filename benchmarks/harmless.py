@@ -80,16 +80,12 @@ exec(compile(pathlib.Path(__file__).read_text(), __file__, "exec"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", type=Path, metavar="SCRIPTS")
     parser.add_argument("--only", nargs="*", metavar="NAME")
     parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave what the runs wrote here")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the results as JSON, written after each script"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the results as JSON, written after each script")
     options = parser.parse_args()
     machine = describe(("torch", "numpy", "torchvision", "lightning", "transformers", "accelerate", "timm"))
     print(headline(machine))
@@ -107,15 +103,8 @@ def main() -> None:
             print(line_of(result), flush=True)
             if options.out is not None:
                 known = [results[one.name] for one in EXAMPLES if one.name in results]
-                figures = {
-                    "benchmark": "harmless",
-                    "machine": machine,
-                    "environment": SETUP,
-                    "results": known,
-                }
-                options.out.write_text(
-                    json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-                )
+                figures = {"benchmark": "harmless", "machine": machine, "environment": SETUP, "results": known}
+                options.out.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print("\n".join(table(list(results.values()))))
 
 
@@ -281,12 +270,7 @@ def environment(example: Example, place: Path, witness: Path) -> dict[str, str]:
 
 def have_torchvision(folder: Path) -> None:
     """For this process and those it starts, where torchvision has no operators for the torch that is installed."""
-    if (
-        subprocess.run(
-            [sys.executable, "-c", "import torchvision"], capture_output=True, check=False
-        ).returncode
-        == 0
-    ):
+    if subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
         return
     (folder / "torchvision").mkdir()
     (folder / "torchvision/__init__.py").write_text(OPERATORS, encoding="utf-8")
@@ -322,9 +306,7 @@ def recorded(place: Path, name: str) -> dict[str, Any]:
     from flatout import trace
     from flatout.launch import launcher
 
-    ranks = [
-        rank for folder in launcher.recordings(place / f"trace-{name}") for rank in trace.read(folder).ranks
-    ]
+    ranks = [rank for folder in launcher.recordings(place / f"trace-{name}") for rank in trace.read(folder).ranks]
     errors = (place / f"{name}.err").read_text(encoding="utf-8", errors="replace").splitlines()
     return {
         "steps_recorded": sum(window.wall_ms.count for rank in ranks for window in rank.windows),
@@ -378,13 +360,9 @@ def template(bare: list[Run]) -> list[list[str | None] | None] | None:
     common: list[list[str | None] | None] = []
     for versions in zip(*(run.lines for run in bare), strict=True):
         split = [re.split(f"({_NUMBER})", line) for line in versions]
-        same_words = (
-            len({len(parts) for parts in split}) == 1 and len({tuple(parts[::2]) for parts in split}) == 1
-        )
+        same_words = len({len(parts) for parts in split}) == 1 and len({tuple(parts[::2]) for parts in split}) == 1
         columns = zip(*split, strict=True) if same_words else ()
-        common.append(
-            [parts[0] if len(set(parts)) == 1 else None for parts in columns] if same_words else None
-        )
+        common.append([parts[0] if len(set(parts)) == 1 else None for parts in columns] if same_words else None)
     return common
 
 
@@ -397,8 +375,7 @@ def differing_line(lines: list[str], bare: list[Run]) -> str | None:
     for number, (line, expected) in enumerate(zip(lines, common, strict=False), 1):
         parts = re.split(f"({_NUMBER})", line)
         if expected is not None and (
-            len(parts) != len(expected)
-            or any(b is not None and a != b for a, b in zip(parts, expected, strict=True))
+            len(parts) != len(expected) or any(b is not None and a != b for a, b in zip(parts, expected, strict=True))
         ):
             return f"line {number}: {line[:200]}"
     return f"{len(lines)} lines, not {len(common)}" if len(lines) != len(common) else None

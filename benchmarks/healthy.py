@@ -28,9 +28,7 @@ WITHIN_S = 120.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="4m")
     parser.add_argument("--out", type=Path, metavar="FILE")
     options = parser.parse_args()

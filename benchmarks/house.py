@@ -25,9 +25,7 @@ WIDE, LONG_FUNCTION, LONG_FILE = 110, 60, 600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="packages or files to count alone")
     parser.add_argument("--against", metavar="REV", help="a commit to compare with")
     parser.add_argument("--out", type=Path, metavar="FILE")
@@ -43,9 +41,7 @@ def main() -> None:
 
 def only(parts: Sequence[str], sources: dict[str, str]) -> dict[str, str]:
     """The sources of these packages or files; all of them if none is named."""
-    return {
-        path: text for path, text in sources.items() if not parts or set(parts) & {path, path.split("/")[0]}
-    }
+    return {path: text for path, text in sources.items() if not parts or set(parts) & {path, path.split("/")[0]}}
 
 
 def working_tree() -> dict[str, str]:
@@ -77,9 +73,7 @@ def figures(sources: dict[str, str]) -> dict[str, Any]:
     lengths = [length for tree in trees.values() for length in function_lengths(tree)]
     thousand = len(lines) / 1000
     modules = Counter(Path(name).stem for name in sources if Path(name).stem != "__init__")
-    classes = Counter(
-        node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    )
+    classes = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     nodes = Counter(type(node).__name__ for tree in trees.values() for node in ast.walk(tree))
     return {
         "files": len(sources),

@@ -36,9 +36,7 @@ def main() -> None:
         inside = {VARIABLE: options.to_environment(), "PYTHONPATH": str(INJECTED)}
         base = imported({}).keys()
         runs = [{name: us for name, us in imported(inside).items() if name not in base} for _ in range(RUNS)]
-    ours = [
-        {name: us for name, us in run.items() if name.split(".")[0] not in ("torch", "numpy")} for run in runs
-    ]
+    ours = [{name: us for name, us in run.items() if name.split(".")[0] not in ("torch", "numpy")} for run in runs]
     quickest = {name: min(run.get(name, us) for run in ours) for name, us in ours[0].items()}
     total_ms = sum(quickest.values()) / 1e3
     print(f"{total_ms:.1f} ms beside torch, {len(quickest)} modules, each in its quickest of {RUNS} runs")

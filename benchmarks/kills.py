@@ -41,23 +41,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.machine import describe, headline  # noqa: E402
 
-SHARES = {
-    "run": 110,
-    "run --auto": 110,
-    "fix": 60,
-    "train": 110,
-    "top --record": 110,
-    "bare": 60,
-}  # bare: no flatout
+SHARES = {"run": 110, "run --auto": 110, "fix": 60, "train": 110, "top --record": 110, "bare": 60}  # bare: no flatout
 CHAINS = {"fix": 10, "train": 5}  # kills one after the other in the same place
 WITHIN = {"train": 0.6}  # of the time it takes to its end alone: it is to be killed five times before that
 VICTIMS = {"top --record": ("command",), "bare": ("training", "worker", "all")}
 EVERYONE = ("command", "training", "worker", "all")
 CACHES = ("torchinductor_",)  # PyTorch's, and meant to stay
-PYTORCHS = (
-    "torch_",
-    "pymp-",
-)  # what its loaders and Python's multiprocessing leave: the script killed bare shows it
+PYTORCHS = ("torch_", "pymp-")  # what its loaders and Python's multiprocessing leave: the script killed bare shows it
 OWN_SHM = "KILLS_OWN_SHM"
 MARK = "KILLS_CASE"
 PATIENCE_S = 90
@@ -276,16 +266,7 @@ class Bench:
             case "train":
                 return [*flatout, "train", "train.yaml", *(["--resume"] if resume else [])]
             case "top --record":
-                return [
-                    *flatout,
-                    "top",
-                    "--interval",
-                    "0.1",
-                    "--duration",
-                    "2",
-                    "--record",
-                    f"trace-{number}",
-                ]
+                return [*flatout, "top", "--interval", "0.1", "--duration", "2", "--record", f"trace-{number}"]
         return script
 
     def trained(self, verb: str, folder: Path, running: Running) -> str:
@@ -302,18 +283,14 @@ class Bench:
         cases = [self.kill_one(chain, number, folder, draw) for number in range(chain.kills)]
         result = {"chain": chain.name, "cases": [vars(case) for case in cases]}
         if chain.verb in CHAINS:
-            running = Running(
-                self.command(chain.verb, chain.kills, resume=_goes_on(folder)), folder, chain.name
-            )
+            running = Running(self.command(chain.verb, chain.kills, resume=_goes_on(folder)), folder, chain.name)
             running.wait()
             result["seen_through"] = {
                 "exit": running.process.returncode,
                 "left": self.left(running, folder, ours_too=True),
                 "same_weights": chain.verb != "train"
                 or self.trained("train", folder, running) == self.expected["train"],
-                "said": running.output.read_text(errors="replace")[-600:]
-                if running.process.returncode
-                else "",
+                "said": running.output.read_text(errors="replace")[-600:] if running.process.returncode else "",
             }
         shutil.rmtree(folder, ignore_errors=True)
         return result
@@ -399,9 +376,7 @@ def _trained(run: Path) -> str:
         return ""
     state = torch.load(newest, weights_only=True)
     held = [leaf for part in ("model", "optimizer") for leaf in tree_leaves(state[part])]
-    found = [
-        leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode() for leaf in held
-    ]
+    found = [leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode() for leaf in held]
     return f"{newest.name} {hashlib.sha256(b''.join(found)).hexdigest()}"
 
 
@@ -426,16 +401,12 @@ def _readable(trace_folder: Path, plan: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="VERB", choices=list(SHARES))
     parser.add_argument("--part", type=float, default=1.0, help="of the 500, for a try")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the results as JSON, written after each chain"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the results as JSON, written after each chain")
     options = parser.parse_args()
     _in_a_namespace()
     machine = describe(("torch", "numpy"))
@@ -449,9 +420,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kills-") as place:
         bench = Bench(Path(place))
         bench.learn(sorted({chain.verb for chain in to_do}))
-        print(
-            ", ".join(f"{verb} takes {seconds:.1f} s" for verb, seconds in bench.seconds.items()), flush=True
-        )
+        print(", ".join(f"{verb} takes {seconds:.1f} s" for verb, seconds in bench.seconds.items()), flush=True)
 
         def go(chain: Chain) -> None:
             result = bench.go(chain)
@@ -480,14 +449,7 @@ def chains(verb: str, part: float) -> Iterator[Chain]:
 
 def write(path: Path, machine: dict[str, Any], done: list[dict[str, Any]], **more: Any) -> None:
     """Everything so far."""
-    figures = {
-        "benchmark": "kills",
-        "seed": SEED,
-        "machine": machine,
-        "summary": summary(done),
-        **more,
-        "chains": done,
-    }
+    figures = {"benchmark": "kills", "seed": SEED, "machine": machine, "summary": summary(done), **more, "chains": done}
     path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -540,18 +502,7 @@ def _in_a_namespace() -> None:
     if OWN_SHM in os.environ or os.geteuid() != 0 or shutil.which("unshare") is None:
         return
     inside = 'mount -t tmpfs none /dev/shm && exec "$@"'
-    command = [
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "sh",
-        "-c",
-        inside,
-        "sh",
-        sys.executable,
-        *sys.argv,
-    ]
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside, "sh", sys.executable, *sys.argv]
     os.execvpe(command[0], command, os.environ | {OWN_SHM: "1"})
 
 

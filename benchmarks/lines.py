@@ -93,9 +93,7 @@ def work(spent: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each loop whose lines are looked at")
     parser.add_argument("--turns", type=int, default=60, help="with and without the sampler")
     parser.add_argument("--out", type=Path, metavar="FILE")
@@ -116,11 +114,7 @@ def main() -> None:
     print(f"\nlargest difference: {100 * worst:.1f} points")
     rows["largest difference"] = worst
     rows["cost"] = cost(options.turns)
-    print(
-        "a step of {without_ms:.3f} ms: {more_us:+.1f} µs ({low_us:+.1f} to {high_us:+.1f})".format(
-            **rows["cost"]
-        )
-    )
+    print("a step of {without_ms:.3f} ms: {more_us:+.1f} µs ({low_us:+.1f} to {high_us:+.1f})".format(**rows["cost"]))
     if options.out is not None:
         options.out.write_text(json.dumps({"machine": describe(), **rows}, indent=2) + "\n", encoding="utf-8")
 

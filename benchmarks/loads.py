@@ -34,11 +34,7 @@ def running(*arguments: str, within_s: float = 120) -> Iterator[dict[str, Any]]:
     assert child.stdout is not None
     load: dict[str, Any] = {"pid": child.pid}
     try:
-        first = (
-            child.stdout.readline().strip()
-            if select.select([child.stdout], [], [], within_s)[0]
-            else "nothing"
-        )
+        first = child.stdout.readline().strip() if select.select([child.stdout], [], [], within_s)[0] else "nothing"
         if first != "ready":
             raise RuntimeError(f"the load {' '.join(arguments)} did not start (it said {first!r})")
         yield load
@@ -53,9 +49,7 @@ def running(*arguments: str, within_s: float = 120) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("load", choices=["matmul", "tiny", "switched", "train"])
     parser.add_argument("--period", type=float, default=4.0, metavar="SECONDS", help="of switched")
     parser.add_argument("--workers", type=int, default=40, metavar="N", help="of train")
@@ -102,9 +96,7 @@ def tiny() -> Callable[[], None]:
     return graph.replay
 
 
-def keep_busy(
-    batch: Callable[[], None], until: Callable[[], bool] = stopped, announce: bool = True
-) -> dict[str, Any]:
+def keep_busy(batch: Callable[[], None], until: Callable[[], bool] = stopped, announce: bool = True) -> dict[str, Any]:
     """Queue batches without a gap until told to stop."""
     import torch
 
@@ -133,9 +125,7 @@ def switched(batch: Callable[[], None], period_s: float) -> dict[str, Any]:
     on_s: list[tuple[float, float]] = []
     while not stopped():
         start_s = time.monotonic()
-        keep_busy(
-            batch, until=lambda start_s=start_s: time.monotonic() - start_s >= period_s / 2, announce=False
-        )
+        keep_busy(batch, until=lambda start_s=start_s: time.monotonic() - start_s >= period_s / 2, announce=False)
         on_s.append((start_s, time.monotonic()))
         select.select([sys.stdin], [], [], max(0.0, start_s + period_s - time.monotonic()))
     return {"on_s": on_s}
@@ -150,9 +140,7 @@ def train(workers: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "This DataLoader will create")  # as many as we want
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.Flatten(), nn.LazyLinear(10)
-    )
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.Flatten(), nn.LazyLinear(10))
     model.to(device)
     loader: Any = DataLoader(Pictures(), batch_size=16, num_workers=workers)
     optimizer: Any = None

@@ -41,11 +41,7 @@ def figure(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
         low, high = min(values), max(values)
     else:
         low, _, high = statistics.quantiles(values, n=4)
-    return {
-        "n": len(values),
-        "median": round(statistics.median(values), digits),
-        "spread": round(high - low, digits),
-    }
+    return {"n": len(values), "median": round(statistics.median(values), digits), "spread": round(high - low, digits)}
 
 
 def _gpu() -> tuple[str | None, str | None]:

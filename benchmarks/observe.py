@@ -37,15 +37,11 @@ PERIOD_S = 4.0
 
 Check = tuple[str, bool]
 
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-}
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["top"])
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--workers", type=int, default=40, metavar="N")
@@ -87,12 +83,7 @@ def cost(workers: int, seconds: float, folder: Path) -> dict[str, Any]:
             for child in started.values():
                 end(child)
     seen = json.loads(summary.read_text())["host"].get("workers", {}).get("p50")
-    result: dict[str, Any] = {
-        "workers": workers,
-        "workers_seen": seen,
-        "steps": load.get("steps"),
-        "interval_s": 1.0,
-    }
+    result: dict[str, Any] = {"workers": workers, "workers_seen": seen, "steps": load.get("steps"), "interval_s": 1.0}
     for name, values in shares.items():
         result[name] = {"mean_pct_of_a_core": round(sum(values) / len(values), 4)} | figure(values)
         print(f"{name}, 1 Hz, {workers} workers: {result[name]} (% of a core, windows of {WINDOW_S:g} s)")
@@ -169,11 +160,7 @@ def watch(folder: Path, *, seconds: float) -> tuple[dict[str, Any], tuple[float,
     [samples] = trace.read(folder).samples.values()
     names = ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "power_w")
     figures = {name: gpu.get(name, {}).get("mean") for name in names}
-    figures |= {
-        "fluctuation": gpu["fluctuation_pct"],
-        "verdict": gpu["verdict"]["word"],
-        "samples": len(samples),
-    }
+    figures |= {"fluctuation": gpu["fluctuation_pct"], "verdict": gpu["verdict"]["word"], "samples": len(samples)}
     return figures, (samples[0].time_s - samples[0].interval_s, samples[-1].time_s)
 
 
@@ -192,10 +179,7 @@ def truth_checks(found: dict[str, Any]) -> list[Check]:
     return [
         (f"idle: SM active {idle['sm_active_pct']:.1f} (goal: 0)", idle["sm_active_pct"] < 1),
         (f"matmul: SM active {matmul['sm_active_pct']:.1f} (goal: above 75)", matmul["sm_active_pct"] > 75),
-        (
-            f"matmul: tensor active {matmul['tensor_active_pct']:.1f} (above 60)",
-            matmul["tensor_active_pct"] > 60,
-        ),
+        (f"matmul: tensor active {matmul['tensor_active_pct']:.1f} (above 60)", matmul["tensor_active_pct"] > 60),
         (f"tiny kernels: GPU-Util {tiny['gpu_util_pct']:.0f} (above 90)", tiny["gpu_util_pct"] > 90),
         (f"tiny kernels: SM active {tiny['sm_active_pct']:.1f} (below 15)", tiny["sm_active_pct"] < 15),
         (f"tiny kernels: verdict {tiny['verdict']}", tiny["verdict"] == "busy but wasteful"),

@@ -57,9 +57,7 @@ COST_US, COST_SHARE, MEMORY_MB, START_S, TRUTH_SHARE = 50.0, 0.005, 60.0, 0.3, 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -105,9 +103,7 @@ class Training:
 
     def endless(self) -> Iterator[Any]:
         """Batches without end. What measures loading is put around it here, if it is there by now."""
-        batches = iter(
-            DataLoader(self._data, batch_sampler=itertools.cycle(torch.arange(4096).view(-1, 8).tolist()))
-        )
+        batches = iter(DataLoader(self._data, batch_sampler=itertools.cycle(torch.arange(4096).view(-1, 8).tolist())))
         next(batches)
         return batches
 
@@ -168,9 +164,7 @@ def cost(step_ms: float, folder: Path) -> dict[str, Any]:
         pairs, end_s = [], time.monotonic() + COST_FOR_S
         while time.monotonic() < end_s:
             order = (True, False) if len(pairs) % 2 else (False, True)
-            turn = {
-                observed: training_for(training, recording, observed, batches[observed]) for observed in order
-            }
+            turn = {observed: training_for(training, recording, observed, batches[observed]) for observed in order}
             pairs.append((turn[False], turn[True]))
     counted = after["steps"] - before["steps"]
     own = {
@@ -179,10 +173,7 @@ def cost(step_ms: float, folder: Path) -> dict[str, Any]:
     }
     added_us = [(observed - bare) * 1e6 for bare, observed in pairs]
     low, _, high = statistics.quantiles(added_us, n=4)
-    added, bare_s = (
-        statistics.median(added_us) + own["writing_us"],
-        statistics.median(bare for bare, _ in pairs),
-    )
+    added, bare_s = statistics.median(added_us) + own["writing_us"], statistics.median(bare for bare, _ in pairs)
     return {
         "turns": len(pairs),
         "steps_a_turn": STEPS_A_TURN,
@@ -240,11 +231,7 @@ def truths(folder: Path) -> Iterator[Check]:
             continue
         planted, seen = truth(where, folder)
         said = f"{planted:.1f} ms planted into {where}: {seen:.2f} ms as {name}"
-        yield (
-            {where: {"planted_ms": planted, "seen_ms": seen}},
-            said,
-            abs(seen - planted) <= TRUTH_SHARE * planted,
-        )
+        yield {where: {"planted_ms": planted, "seen_ms": seen}}, said, abs(seen - planted) <= TRUTH_SHARE * planted
 
 
 def truth(where: str, folder: Path) -> tuple[float, float]:
@@ -333,9 +320,7 @@ def child() -> None:
     """A little deterministic training; prints its hash, its memory and how long importing torch took it."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.3), torch.nn.Linear(64, 4)).to(
-        DEVICE
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.3), torch.nn.Linear(64, 4)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     data = TensorDataset(torch.randn(512, 32), torch.randint(0, 4, (512,)))
     digest = hashlib.sha256()
@@ -359,31 +344,14 @@ def beside(folder: Path) -> Iterator[Check]:
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     found: dict[str, list[Any]] = {"bare": [], "observed": []}
     for turn in range(4):
-        under = [
-            sys.executable,
-            "-m",
-            "flatout",
-            "run",
-            "--quiet",
-            "--trace",
-            str(folder / f"beside-{turn}"),
-            "--",
-        ]
+        under = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", str(folder / f"beside-{turn}"), "--"]
         for words, kind in ((mine, "bare"), ([*under, *mine], "observed")):
-            done = subprocess.run(
-                words, env=environment, capture_output=True, text=True, check=True, cwd=folder
-            )
+            done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=folder)
             found[kind].append(json.loads(done.stdout.strip().splitlines()[-1]))
     memory = {kind: statistics.median(one["memory_mb"] for one in found[kind]) for kind in found}
-    start = {
-        kind: min(one["import_s"] for one in found[kind]) for kind in found
-    }  # the fastest: disks have moods
+    start = {kind: min(one["import_s"] for one in found[kind]) for kind in found}  # the fastest: disks have moods
     hashes = {one["hash"] for kind in found for one in found[kind]}
-    yield (
-        {"identical": len(hashes) == 1},
-        "losses, weights and random numbers are bit-identical",
-        len(hashes) == 1,
-    )
+    yield {"identical": len(hashes) == 1}, "losses, weights and random numbers are bit-identical", len(hashes) == 1
     added = memory["observed"] - memory["bare"]
     yield {"memory_mb": memory}, f"host memory: {added:+.0f} MB", added <= MEMORY_MB
     added = start["observed"] - start["bare"]

@@ -592,9 +592,7 @@ _BY_HAND = """att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         y = att @ v # (B, nh, T, T) x (B, nh, T, hs) -> (B, nh, T, hs)
 """
 _RECOMPUTED = (
-    instead(
-        "x = block(x)", "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)§", "model.py"
-    ),
+    instead("x = block(x)", "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)§", "model.py"),
     top("import torch.utils.checkpoint", "model.py"),
 )
 

@@ -68,14 +68,7 @@ _NANO = (
     "config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=2",
     f"--eval_interval={NEVER}", "--log_interval=10", f"--max_iters={NEVER}", "--dropout=0.0",
 )  # fmt: skip
-_ON_GPU = (
-    "--device=cuda",
-    "--batch_size=64",
-    "--block_size=256",
-    "--n_layer=6",
-    "--n_head=6",
-    "--n_embd=384",
-)
+_ON_GPU = ("--device=cuda", "--batch_size=64", "--block_size=256", "--n_layer=6", "--n_head=6", "--n_embd=384")
 
 _LIST = (
     # -- vision

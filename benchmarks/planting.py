@@ -147,16 +147,12 @@ def _place(path: Path, line: int, tree: ast.Module) -> Place:
     if not around:
         return Place(file=path, line=line, function="<module>", first=line, last=line)
     inner = max(around, key=lambda node: node.lineno)
-    return Place(
-        file=path, line=line, function=inner.name, first=inner.lineno, last=inner.end_lineno or inner.lineno
-    )
+    return Place(file=path, line=line, function=inner.name, first=inner.lineno, last=inner.end_lineno or inner.lineno)
 
 
 def statements_apart(path: Path, one: int, other: int) -> int:
     """How many statements lie between two lines of a file: 0 if they are in the same one."""
-    starts = sorted(
-        {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)}
-    )
+    starts = sorted({node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)})
     return abs(_number(starts, one) - _number(starts, other))
 
 

@@ -42,15 +42,11 @@ WRONG: dict[str, tuple[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--compiled", action="store_true", help="compile too; on a CPU that takes a minute each"
-    )
+    parser.add_argument("--compiled", action="store_true", help="compile too; on a CPU that takes a minute each")
     parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
     parser.add_argument("--only", choices=list(TRAININGS), nargs="+", default=list(TRAININGS))
     options = parser.parse_args()
@@ -63,19 +59,10 @@ def main() -> None:
     for name in options.only:
         for seed in range(options.seeds):
             for change, verdict in verdicts(name, seed, options, right | wrong).items():
-                rows.append(
-                    {"training": name, "seed": seed, "change": change, "right": change in right, **verdict}
-                )
+                rows.append({"training": name, "seed": seed, "change": change, "right": change in right, **verdict})
                 if (change in right) != (verdict["standing"] == "equivalent"):
-                    print(
-                        f"{name}, seed {seed}, {change}: {verdict['standing']} ({verdict['text']})",
-                        flush=True,
-                    )
-            page = {
-                "machine": describe(("torch",)),
-                "seconds": round(time.monotonic() - began_s),
-                "rows": rows,
-            }
+                    print(f"{name}, seed {seed}, {change}: {verdict['standing']} ({verdict['text']})", flush=True)
+            page = {"machine": describe(("torch",)), "seconds": round(time.monotonic() - began_s), "rows": rows}
             options.out.write_text(json.dumps(page, indent=1) + "\n")
     for change in (*right, *wrong):
         found = Counter(row["standing"] for row in rows if row["change"] == change)
@@ -94,8 +81,7 @@ def verdicts(
         leader, alone, *others = launcher.prove(wanted, timeout_s=300, at_once=options.at_once)
     proofs = [same_loss(leader, run, alone) for run in others]
     return {
-        change: {"standing": proof.standing, "text": proof.text}
-        for change, proof in zip(changes, proofs, strict=True)
+        change: {"standing": proof.standing, "text": proof.text} for change, proof in zip(changes, proofs, strict=True)
     }
 
 

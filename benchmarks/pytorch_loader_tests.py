@@ -60,9 +60,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="PyTorch's test_dataloader.py")
     parser.add_argument("--of", help="the version or commit that it is of", default=None)
     parser.add_argument("--only", help="tests whose name matches (pytest -k)", default="")
@@ -185,10 +183,7 @@ def _compare(theirs: dict[str, str], ours: dict[str, str]) -> list[dict[str, str
 def _tell(rows: list[dict[str, str]], outcomes: dict[str, dict[str, str]]) -> int:
     """Print the table; how many differences have no reason and are not to our credit."""
     for name, of in outcomes.items():
-        print(
-            f"{name:8} {len(of)} tests: "
-            + ", ".join(f"{count} {what}" for what, count in _counts(of).items())
-        )
+        print(f"{name:8} {len(of)} tests: " + ", ".join(f"{count} {what}" for what, count in _counts(of).items()))
     print(f"\n{'test':72} {'PyTorch':8} {'flatout':8} why")
     for row in rows:
         print(f"{row['test']:72} {row['pytorch']:8} {row['flatout']:8} {row['why'] or '?'}")

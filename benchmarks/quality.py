@@ -81,19 +81,13 @@ WORKLOADS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=WORKLOADS, metavar="NAME", help=", ".join(WORKLOADS))
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder for the data; made there when it is missing"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="folder for the data; made there when it is missing")
     parser.add_argument("--size", choices=["tiny", "small", "full"], default="small")
     parser.add_argument("--epochs", type=int, help="of every training, instead of each workload's own")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--jobs", type=int, default=max(1, CORES // 2), metavar="N", help="trainings at the same time"
-    )
+    parser.add_argument("--jobs", type=int, default=max(1, CORES // 2), metavar="N", help="trainings at the same time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -102,20 +96,13 @@ def main() -> None:
     for name in options.names:
         make_data(name, options.size, folder(name, options))
     found: dict[str, Any] = {
-        name: {"epochs": options.epochs or WORKLOADS[name].epochs, "script": {}, "engine": {}}
-        for name in options.names
+        name: {"epochs": options.epochs or WORKLOADS[name].epochs, "script": {}, "engine": {}} for name in options.names
     }
     results = {"benchmark": "quality", "machine": machine, "size": options.size, "device": options.device}
     with tempfile.TemporaryDirectory() as runs, ThreadPoolExecutor(options.jobs) as pool:
         trainings = {
-            pool.submit(train, name, options, Path(runs, f"{name}-{train.__name__}-{seed}"), seed): (
-                name,
-                train,
-                seed,
-            )
-            for seed in range(
-                options.seeds
-            )  # one seed after the other: what the first has compiled is at hand then
+            pool.submit(train, name, options, Path(runs, f"{name}-{train.__name__}-{seed}"), seed): (name, train, seed)
+            for seed in range(options.seeds)  # one seed after the other: what the first has compiled is at hand then
             for name in options.names
             for train in (script, engine)
         }
@@ -123,16 +110,11 @@ def main() -> None:
             name, train, seed = trainings[training]
             of = found[name]
             of[train.__name__][seed], seconds = training.result()
-            print(
-                f"{name}, {train.__name__}, seed {seed}: {of[train.__name__][seed]}  ({seconds:.0f} s)",
-                flush=True,
-            )
+            print(f"{name}, {train.__name__}, seed {seed}: {of[train.__name__][seed]}  ({seconds:.0f} s)", flush=True)
             if len(of["script"]) == len(of["engine"]) == options.seeds:
                 print(judged(name, of), flush=True)
             if options.out is not None:
-                options.out.write_text(
-                    json.dumps({**results, "workloads": found}, indent=1) + "\n", encoding="utf-8"
-                )
+                options.out.write_text(json.dumps({**results, "workloads": found}, indent=1) + "\n", encoding="utf-8")
     sys.exit(any(of["engine_is"] in ("worse", None) for of in found.values()))
 
 
@@ -157,16 +139,7 @@ def script(name: str, options: argparse.Namespace, out: Path, seed: int) -> tupl
     """The metric of the plain script, as its author starts it; or why there is none. And how long it took."""
     of, home = WORKLOADS[name], ROOT / "workloads" / name
     words = ["bash", home / "train.sh"] if (home / "train.sh").exists() else ["python", home / "train.py"]
-    words += [
-        "--data",
-        folder(name, options),
-        "--out",
-        out,
-        "--seed",
-        seed,
-        "--epochs",
-        options.epochs or of.epochs,
-    ]
+    words += ["--data", folder(name, options), "--out", out, "--seed", seed, "--epochs", options.epochs or of.epochs]
     words += ["--device", options.device, *(of.script.split() if options.size != "full" else [])]
     printed, seconds = finished(words, options)
     values = re.findall(of.printed, printed)
@@ -177,11 +150,7 @@ def engine(name: str, options: argparse.Namespace, out: Path, seed: int) -> tupl
     """The same of `flatout train` after as many epochs."""
     of, data, epochs = WORKLOADS[name], folder(name, options), options.epochs or WORKLOADS[name].epochs
     words = ["python", "-m", "flatout", "train", ROOT / "workloads" / "after" / f"{name}.yaml", "--quiet"]
-    words += [
-        f"data.args.root={data}",
-        *([f"model.args.root={data}"] if name == "stock" else []),
-        f"out={out}",
-    ]
+    words += [f"data.args.root={data}", *([f"model.args.root={data}"] if name == "stock" else []), f"out={out}"]
     words += [f"train.epochs={epochs}", f"train.seed={seed}", f"train.device={options.device}"]
     words += [f"evaluate.every={epochs} epochs", "checkpoint.every=never", "checkpoint.best=null"]
     words += [*of.engine.split(), "data.workers=2"] if options.size != "full" else []
@@ -200,9 +169,7 @@ def finished(words: list[Any], options: argparse.Namespace) -> tuple[str, float]
     env |= {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "FLATOUT": "off"}
     env |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
     start = time.monotonic()
-    done = subprocess.run(
-        [str(word) for word in words], cwd=ROOT, env={**os.environ, **env}, capture_output=True
-    )
+    done = subprocess.run([str(word) for word in words], cwd=ROOT, env={**os.environ, **env}, capture_output=True)
     printed = done.stdout.decode() if done.returncode == 0 else f"failed: {done.stderr.decode()[-2000:]}"
     return printed, time.monotonic() - start
 

@@ -49,9 +49,7 @@ FACTS = Facts(gpu="made up", loaders=(LOADER,))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=1_024)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
@@ -59,9 +57,7 @@ def main() -> None:
     machine = describe(("numpy",))
     print(headline(machine))
     results: dict[str, Any] = {"benchmark": "report", "machine": machine, "load_average": os.getloadavg()[0]}
-    print(
-        f"load average {results['load_average']:.1f}: above the number of cores, times are those of a busy machine"
-    )
+    print(f"load average {results['load_average']:.1f}: above the number of cores, times are those of a busy machine")
     with tempfile.TemporaryDirectory() as scratch:
         long, wide = Path(scratch, "long"), Path(scratch, "wide")
         write_long(long, options.steps)
@@ -73,26 +69,14 @@ def main() -> None:
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     passed = all(within(results[part]) for part in ("long", "wide"))
-    print(
-        f"{'✓' if passed else '✗'} each below {MOST_S:g} s, {MOST_BYTES / 1e9:g} GB and {MOST_PAGE_BYTES / 1e6:g} MB"
-    )
+    print(f"{'✓' if passed else '✗'} each below {MOST_S:g} s, {MOST_BYTES / 1e9:g} GB and {MOST_PAGE_BYTES / 1e6:g} MB")
     sys.exit(0 if passed else 1)
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """Seconds and peak memory of `flatout report`, a few times over."""
     page, data = folder.with_suffix(".html"), folder.with_suffix(".json")
-    command = [
-        sys.executable,
-        "-m",
-        "flatout",
-        "report",
-        str(folder),
-        "--html",
-        str(page),
-        "--json",
-        str(data),
-    ]
+    command = [sys.executable, "-m", "flatout", "report", str(folder), "--html", str(page), "--json", str(data)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     seconds, cpu, peaks = [], [], []
     for _ in range(REPEATS):
@@ -131,14 +115,7 @@ def within(result: dict[str, Any]) -> bool:
 def steps_of(count: int, seed: int = 0) -> Iterator[Step]:
     """Steps of about 86 ms, a day of them in a million, one in fifty slow, with an evaluation now and then."""
     draw = random.Random(seed)
-    names = (
-        ("data", 0.4),
-        ("copy", 0.02),
-        ("forward", 0.2),
-        ("loss", 0.01),
-        ("backward", 0.3),
-        ("optimizer", 0.07),
-    )
+    names = (("data", 0.4), ("copy", 0.02), ("forward", 0.2), ("loss", 0.01), ("backward", 0.3), ("optimizer", 0.07))
     at_s = 100.0
     for index in range(count):
         wall_ms = 86.0 * draw.lognormvariate(0, 0.1) * (4 if draw.random() < 0.02 else 1)
@@ -166,9 +143,7 @@ def samples_of(seconds: int) -> Iterator[Sample]:
             cores_pct=tuple(draw.uniform(0, 100) for _ in range(16)),
             disks=(DiskSample(name="vda", read_bytes_s=2e8, write_bytes_s=1e6),),
         )
-        gpu = GpuSample(
-            index=0, uuid="GPU-0", name="made up", sm_active_pct=draw.uniform(30, 50), power_w=400.0
-        )
+        gpu = GpuSample(index=0, uuid="GPU-0", name="made up", sm_active_pct=draw.uniform(30, 50), power_w=400.0)
         yield Sample(time_s=100.0 + second, interval_s=1.0, host=host, gpus=(gpu,), processes=workers)
 
 

@@ -40,9 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=["gray", "segment", "captcha", "video"])
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--size", choices=["tiny", "small", "full"], default="full")
@@ -56,16 +54,7 @@ def main() -> None:
     make_data(options.name, options.size, data)
     with copied(()) as root, tempfile.TemporaryDirectory(prefix="rounding-") as folder:
         os.environ |= environment(root)
-        flags = [
-            "--data",
-            str(data),
-            "--device",
-            options.device,
-            "--epochs",
-            "1000000",
-            "--out",
-            f"{folder}/run",
-        ]
+        flags = ["--data", str(data), "--device", options.device, "--epochs", "1000000", "--out", f"{folder}/run"]
         script = str(start(root, options.name)[-1])
         launcher = Launcher([sys.executable, script, *flags, *extra], Path(folder, "runs"))
         runs = made(launcher, options.steps, options.at_once)
@@ -75,9 +64,7 @@ def main() -> None:
     losses = [step.loss for step in leader.proof[0]]
     options.out.write_text(json.dumps({**told, "losses": losses, "results": results}, indent=1) + "\n")
     for name, figures in results.items():
-        print(
-            f"{name}: {json.dumps(figures | {'losses': '…', 'drifts': '…', 'moved': figures['moved'][-6:]})}"
-        )
+        print(f"{name}: {json.dumps(figures | {'losses': '…', 'drifts': '…', 'moved': figures['moved'][-6:]})}")
 
 
 def made(launcher: Launcher, steps: int, at_once: int) -> dict[str, Run]:

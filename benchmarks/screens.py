@@ -27,9 +27,7 @@ FONT_FROM_THE_NETWORK = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recording", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/screens"))
     parser.add_argument("--samples", type=int, default=None, help="stop after so many samples")

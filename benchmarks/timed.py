@@ -41,9 +41,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 WARM_UP_STEPS = 10
 SETTLED_S, TURN_S = 0.4, 0.6  # of a turn: until batches that lay ready are used up; and what is measured
-WARM_UP_S = (
-    9.0  # after the first step, or as long as the window: batches that lay ready used up, loaders settled
-)
+WARM_UP_S = 9.0  # after the first step, or as long as the window: batches that lay ready used up, loaders settled
 
 
 class Window:
@@ -146,8 +144,7 @@ class Window:
             "data_wait_share": self.wait_s / (end_s - self.start_s),
             "pause_share": self.pause_s / (end_s - self.start_s),  # between epochs: evaluation, checkpoint
             "epochs_begun": self.epochs_begun,
-            "own_cores": own_cpu_s
-            / (end_s - self.start_s),  # of the training process, its workers not counted
+            "own_cores": own_cpu_s / (end_s - self.start_s),  # of the training process, its workers not counted
         }
         finish(self.out, figures)
 
@@ -332,9 +329,7 @@ def drain(out: Path, seconds: float) -> None:
             samples += samples_in(next(batches))
         end_s = time.monotonic()
         figures = {"start_s": start_s, "end_s": end_s, "samples": samples}
-        return finish(
-            out, figures | {"samples_per_s": samples / (end_s - start_s), "num_workers": loader.num_workers}
-        )
+        return finish(out, figures | {"samples_per_s": samples / (end_s - start_s), "num_workers": loader.num_workers})
 
     DataLoader.__iter__ = drained
 
@@ -366,9 +361,7 @@ def finish(out: Path, figures: dict[str, Any]) -> NoReturn:
     part = out.with_name(out.name + ".part")
     part.write_text(json.dumps(figures))
     part.replace(out)
-    for (
-        thing
-    ) in gc.get_objects():  # a worker that is killed while it hands over a batch leaves that in /dev/shm
+    for thing in gc.get_objects():  # a worker that is killed while it hands over a batch leaves that in /dev/shm
         if isinstance(thing, _MultiProcessingDataLoaderIter):
             thing._shutdown_workers()  # type: ignore[no-untyped-call]
     os._exit(0)
@@ -378,9 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument(
-        "--epochs", type=int, default=0, help="keep the window open until so many epochs have begun"
-    )
+    parser.add_argument("--epochs", type=int, default=0, help="keep the window open until so many epochs have begun")
     parser.add_argument("--supply", action="store_true")
     parser.add_argument("--resident", action="store_true")
     parser.add_argument("--in-turns", action="store_true")

@@ -42,11 +42,7 @@ def words(length: int, kinds: int = 32) -> Tensor:
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.cell, self.head = (
-            nn.Embedding(32, 48),
-            nn.LSTM(48, 96, batch_first=True),
-            nn.Linear(96, 32),
-        )
+        self.words, self.cell, self.head = nn.Embedding(32, 48), nn.LSTM(48, 96, batch_first=True), nn.Linear(96, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.cell(self.words(x))[0]
@@ -130,9 +126,7 @@ def a_sum() -> tuple[Tensor, Tensor]:
 TRAININGS: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module], Loss, Callable[..., Any], int]] = {
     "mlp": (
         lambda: classes(32),
-        lambda: nn.Sequential(
-            nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)
-        ),
+        lambda: nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)),
         lambda out, _, y: F.cross_entropy(out.float(), y),
         adamw(1e-3),
         1,
@@ -160,9 +154,7 @@ TRAININGS: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module], Loss, Cal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=list(TRAININGS), metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")

@@ -61,9 +61,7 @@ HOT_LINES = 5  # of a list of hot lines, those that a person looks at
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", type=Path, metavar="SCRIPTS")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -72,16 +70,10 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--bare", action="store_true", help="without flatout")
     parser.add_argument("--fraction", type=float, default=1.0, help="of the steps, to try things out")
-    parser.add_argument(
-        "--lanes", type=int, metavar="N", help="N at once, each on two cores of its own (CPU)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the results as JSON, written after each fault"
-    )
+    parser.add_argument("--lanes", type=int, metavar="N", help="N at once, each on two cores of its own (CPU)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the results as JSON, written after each fault")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="keep the recordings")
-    parser.add_argument(
-        "--again", action="store_true", help="judge the recordings in --traces by the rules of today"
-    )
+    parser.add_argument("--again", action="store_true", help="judge the recordings in --traces by the rules of today")
     options = parser.parse_args()
     if options.lanes:
         in_lanes(options)
@@ -163,9 +155,7 @@ def judge_again(options: argparse.Namespace) -> None:
         for number, before in enumerate(result.get("reports", [])):
             with laid_out(training, options, (fault.edits,) if fault else (), (), fault) as place:
                 trace, told = kept_trace(options, result["name"], number), place.folder / "report.json"
-                said = place.run(
-                    [sys.executable, "-m", "flatout", "report", str(trace), "--json", str(told)], {}
-                )
+                said = place.run([sys.executable, "-m", "flatout", "report", str(trace), "--json", str(told)], {})
                 if not told.exists():
                     raise Failed(f"{result['name']}: {tail(said)}")
                 text = told.read_text(encoding="utf-8").replace(before["folder"], str(place.folder))
@@ -194,9 +184,7 @@ def wanted(options: argparse.Namespace) -> Iterator[Fault | Training]:
     """The faults that this machine can show, then the trainings without one."""
     on_gpu = options.device == "cuda"
     for fault in FAULTS:
-        elsewhere = (
-            not fault.gpu and (fault.cpu_only or TRAININGS[fault.training].cpu_only) if on_gpu else fault.gpu
-        )
+        elsewhere = not fault.gpu and (fault.cpu_only or TRAININGS[fault.training].cpu_only) if on_gpu else fault.gpu
         if not elsewhere and (not options.only or {fault.name, fault.code} & set(options.only)):
             yield fault
     for name in HEALTHY:
@@ -224,12 +212,7 @@ def about(fault: Fault | Training) -> dict[str, Any]:
                  "commit": COMMITS.get(training.repo), "path": training.path, "ranks": training.ranks}  # fmt: skip
     if isinstance(fault, Training):
         return of_script | {"code": None}
-    return of_script | {
-        "what": fault.what,
-        "code": fault.code,
-        "also": list(fault.also),
-        "function": fault.function,
-    }
+    return of_script | {"what": fault.what, "code": fault.code, "also": list(fault.also), "function": fault.function}
 
 
 def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
@@ -249,10 +232,7 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
             told = clocked(cured, [*cured.flags, *fault.cure_flags], {}, steps)
             times["without"].append(told["seconds"] / told["steps"])
         if not options.bare:
-            with (
-                laid_out(training, options, (fault.edits,), (fault.prepare,), fault) as ours,
-                company(fault.beside),
-            ):
+            with laid_out(training, options, (fault.edits,), (fault.prepare,), fault) as ours, company(fault.beside):
                 report = reported(ours, [*ours.flags, *fault.flags], fault.broken, steps)
                 reports.append(judged(report, fault, ours.places))
                 reports[-1] |= kept(ours, options, fault.name, number)
@@ -367,9 +347,7 @@ def _places_in(value: Any) -> Iterator[Said]:
     elif isinstance(value, dict):
         file, line = value.get("file") or value.get("path"), value.get("line")
         if isinstance(file, str):
-            yield Said(
-                file=file, line=line if isinstance(line, int) else None, function=value.get("function")
-            )
+            yield Said(file=file, line=line if isinstance(line, int) else None, function=value.get("function"))
         for key in ("where", "lines", "causes", "parts", "phases"):
             yield from _places_in(value.get(key))
 
@@ -384,18 +362,12 @@ def names(said: Said, place: Place) -> bool:
 
 def near(said: Said, place: Place) -> bool:
     """Whether that is the planted line, or a statement beside it."""
-    return (
-        _same_file(said, place)
-        and said.line is not None
-        and statements_apart(place.file, said.line, place.line) < 2
-    )
+    return _same_file(said, place) and said.line is not None and statements_apart(place.file, said.line, place.line) < 2
 
 
 def _same_file(said: Said, place: Place) -> bool:
     parts = Path(said.file).parts
-    return place.file.parts[-min(len(parts), len(place.file.parts)) :] == parts or place.file == Path(
-        said.file
-    )
+    return place.file.parts[-min(len(parts), len(place.file.parts)) :] == parts or place.file == Path(said.file)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -537,9 +509,7 @@ def line_of(result: dict[str, Any]) -> str:
     """One result on a line."""
     if "problem" in result:
         return f"? {result['name']}: {result['problem']}"
-    took = ", ".join(
-        f"{statistics.median(ms):.4g} ms {side}" for side, ms in result.get("step_ms", {}).items()
-    )
+    took = ", ".join(f"{statistics.median(ms):.4g} ms {side}" for side, ms in result.get("step_ms", {}).items())
     clock = f"{took}, start {result['start_s']} s" if took else ""
     if result["code"] is None:
         alarms = sorted({code for report in result["reports"] for code in report["alarms"]})
@@ -551,9 +521,7 @@ def line_of(result: dict[str, Any]) -> str:
         told.append(f"{report['verdict']} (function {mark(report['named'])}, line {mark(report['line'])}, "
                     f"promised {promised} {mark(report['gain_held'])})")  # fmt: skip
     right = mark(all(report["right"] for report in result["reports"])) if told else ""
-    return (
-        f"{right} {result['name']} [{result['code']}]: gain {result['gain']:.2f} ({clock}) {'; '.join(told)}"
-    )
+    return f"{right} {result['name']} [{result['code']}]: gain {result['gain']:.2f} ({clock}) {'; '.join(told)}"
 
 
 def mark(value: bool | None) -> str:

@@ -28,16 +28,7 @@ from flatout.model.plan import Change  # noqa: E402
 
 CHANGES = {"precision": "bf16", "channels_last": True, "fused_optimizer": True, "cudnn_benchmark": True}
 WORKLOADS: dict[str, tuple[str, ...]] = {
-    "captcha": (
-        "--amp",
-        "false",
-        "--compile-model",
-        "false",
-        "--tf32",
-        "false",
-        "--cudnn-benchmark",
-        "false",
-    ),
+    "captcha": ("--amp", "false", "--compile-model", "false", "--tf32", "false", "--cudnn-benchmark", "false"),
     "stock": (),
     "gray": ("--num-workers", "8"),
     "segment": ("--num-workers", "8"),
@@ -46,9 +37,7 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--size", default="small")
     parser.add_argument("--only", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
@@ -94,10 +83,7 @@ def workload(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for one in told["turns"] if isinstance(told["turns"], list) else []:
         gain = one["gain"] and "{value:.3f} ({low:.3f} to {high:.3f})".format(**one["gain"])
         taken = f"{one['rounds']} rounds, {one['steps']} steps, {one['seconds']:.1f} s"
-        print(
-            f"  {one['name']:16} {one['state']}, {one['decision']:10} {gain or one['note']} {taken}",
-            flush=True,
-        )
+        print(f"  {one['name']:16} {one['state']}, {one['decision']:10} {gain or one['note']} {taken}", flush=True)
     if options.apart:
         told["apart"] = {}
         kept: list[Change] = []
@@ -106,10 +92,7 @@ def workload(name: str, options: argparse.Namespace) -> dict[str, Any]:
             after = run([*kept, change])
             gain = after.speed.value / before.speed.value if after.speed and before.speed else None
             told["apart"][change.name] = gain
-            print(
-                f"  apart: {change.name:16} {gain and round(gain, 3)} ({after.seconds:.0f} s a run)",
-                flush=True,
-            )
+            print(f"  apart: {change.name:16} {gain and round(gain, 3)} ({after.seconds:.0f} s a run)", flush=True)
             if gain and gain > 1.01:
                 kept, before = [*kept, change], after
         told["apart speed"] = str(before.speed)

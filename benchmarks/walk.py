@@ -102,9 +102,7 @@ sys.setprofile(note)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE")
     options = parser.parse_args()
     flatout = [sys.executable, "-m", "flatout"]
@@ -137,9 +135,7 @@ def walk(command: list[str], *, noting: bool = True) -> list[str]:
             "WALK_PACKAGE": f"{PACKAGE}{os.sep}",
             "OMP_NUM_THREADS": "1",
         }
-        ended = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if ended.returncode:
             sys.exit(ended.stdout + ended.stderr)
     return sorted(str(Path(file).relative_to(PACKAGE)) for file in received)

@@ -68,34 +68,20 @@ class Failed(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=list(FIXES), metavar="NAME", help=", ".join(FIXES))
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="where NAME-SIZE lies or will be made"
-    )
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="where NAME-SIZE lies or will be made")
     parser.add_argument("--size", choices=["tiny", "small", "full"], default="full")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="figures of other workloads are kept"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=12, help="a window lasts; ceilings and supply a third of it"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="figures of other workloads are kept")
+    parser.add_argument("--seconds", type=float, default=12, help="a window lasts; ceilings and supply a third of it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-ceilings", action="store_true", help="of before and by hand")
     parser.add_argument("--no-script", action="store_true", help="neither before nor by hand")
     parser.add_argument("--auto", action="store_true", help="measure flatout run --auto too")
-    parser.add_argument(
-        "--pytorch", metavar="FLAGS", help="measure the script with these flags beside --auto"
-    )
-    parser.add_argument(
-        "--in-turns", action="store_true", help="measure it against its ceiling in one run, too"
-    )
+    parser.add_argument("--pytorch", metavar="FLAGS", help="measure the script with these flags beside --auto")
+    parser.add_argument("--in-turns", action="store_true", help="measure it against its ceiling in one run, too")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout fix too, such as 4m")
-    parser.add_argument(
-        "--turns", type=int, default=1, metavar="N", help="of auto, fix, engine and what each could do"
-    )
+    parser.add_argument("--turns", type=int, default=1, metavar="N", help="of auto, fix, engine and what each could do")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
     own, extra = split_at_dashes(sys.argv[1:])
     options = parser.parse_args(own)
@@ -210,14 +196,10 @@ def in_turns(
                 measured.append(beside[which](options.seconds))
             else:
                 seconds = options.seconds if which == variant else options.seconds / 3
-                measured.append(
-                    run(seconds, resident=which.endswith("ceiling"), supply=which.endswith("supply"))
-                )
+                measured.append(run(seconds, resident=which.endswith("ceiling"), supply=which.endswith("supply")))
             speeds = [figures["samples_per_s"] for figures in measured]
             middle = measured[speeds.index(statistics.median_low(speeds))]
-            outside_pauses = [
-                figures["samples_per_s"] / (1 - figures.get("pause_share", 0)) for figures in measured
-            ]
+            outside_pauses = [figures["samples_per_s"] / (1 - figures.get("pause_share", 0)) for figures in measured]
             yield which, {**middle, "runs": speeds, "runs_outside_pauses": outside_pauses}
 
 
@@ -238,9 +220,7 @@ RATIOS = (
 def ratios(variants: dict[str, dict[str, Any]]) -> dict[str, float]:
     """What the variants that were measured say about each other."""
     speed = {variant: figures["samples_per_s"] for variant, figures in variants.items()}
-    found = {
-        f"{one} / {other}": speed[one] / speed[other] for one, other in RATIOS if {one, other} <= speed.keys()
-    }
+    found = {f"{one} / {other}": speed[one] / speed[other] for one, other in RATIOS if {one, other} <= speed.keys()}
     if "auto in turns" in variants:
         figures = variants["auto in turns"]
         found["auto / its ceiling, in turns"] = statistics.median(figures["shares"])
@@ -282,16 +262,8 @@ def fix(root: Path, name: str, flags: Sequence[str], plan: Path, *wishes: str | 
 
 def engine_variants(root: Path, name: str, data: Path, options: argparse.Namespace) -> Measured:
     """The workload in `flatout train`, at its ceiling, and what its loader can produce."""
-    words = [
-        root / "workloads" / "after" / f"{name}.yaml",
-        f"data.args.root={data}",
-        f"train.device={options.device}",
-    ]
-    words += [
-        "train.epochs=1000000",
-        "log.quiet=true",
-        *([f"model.args.root={data}"] if name == "stock" else []),
-    ]
+    words = [root / "workloads" / "after" / f"{name}.yaml", f"data.args.root={data}", f"train.device={options.device}"]
+    words += ["train.epochs=1000000", "log.quiet=true", *([f"model.args.root={data}"] if name == "stock" else [])]
     words += options.engine
     return in_turns("engine", functools.partial(measure, root, name, words, engine=True), options)
 
@@ -309,9 +281,7 @@ def make_data(name: str, size: str, data: Path) -> None:
 def copied(edits: Sequence[tuple[str, Edit]]) -> Iterator[Path]:
     """A copy of all workloads with these edits made: what runs is never the original."""
     with tempfile.TemporaryDirectory(prefix="workloads-") as folder:
-        shutil.copytree(
-            ROOT / "workloads", Path(folder, "workloads"), ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / "workloads", Path(folder, "workloads"), ignore=shutil.ignore_patterns("__pycache__"))
         for name, edit in edits:
             file = Path(folder, "workloads", name, edit.file)
             text = file.read_text()
@@ -342,14 +312,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         figures_file, log = Path(folder, "figures.json"), Path(folder, "log.txt")
-        timed = [
-            sys.executable,
-            str(BENCHMARKS / "timed.py"),
-            "--out",
-            str(figures_file),
-            "--seconds",
-            str(seconds),
-        ]
+        timed = [sys.executable, str(BENCHMARKS / "timed.py"), "--out", str(figures_file), "--seconds", str(seconds)]
         timed += ["--epochs", str(epochs), *(["--supply"] if supply else [])]
         timed += [*(["--resident"] if resident else []), *(["--in-turns"] if in_turns else []), "--"]
         python = Path(folder, "python")
@@ -370,9 +333,7 @@ def measure(
             samples = watch(child, deadline=time.monotonic() + seconds + 60 * epochs + GRACE_S)
         if not figures_file.exists():
             tail = "\n  ".join(log.read_text().strip().splitlines()[-8:])
-            raise Failed(
-                f"no figures (exit code {child.returncode}) from  {shlex.join(map(str, command))}\n  {tail}"
-            )
+            raise Failed(f"no figures (exit code {child.returncode}) from  {shlex.join(map(str, command))}\n  {tail}")
         found = summary(json.loads(figures_file.read_text()), samples)
         if engine:  # such as that it goes on eagerly
             found["said"] = [line for line in log.read_text().splitlines() if line.startswith("train.")]
@@ -382,9 +343,7 @@ def measure(
 def start(root: Path, name: str) -> list[str | Path]:
     """How a person starts this workload."""
     script = root / "workloads" / name
-    return (
-        ["bash", script / "train.sh"] if (script / "train.sh").exists() else ["python", script / "train.py"]
-    )
+    return ["bash", script / "train.sh"] if (script / "train.sh").exists() else ["python", script / "train.py"]
 
 
 def watch(child: subprocess.Popen[bytes], deadline: float) -> list[Sample]:
@@ -412,11 +371,7 @@ def summary(figures: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any
     if step_ms:
         twentieths = statistics.quantiles(step_ms, n=20) if len(step_ms) > 1 else step_ms * 19
         figures |= {"steps": len(step_ms), "step_ms_median": statistics.median(step_ms)}
-        figures |= {
-            "step_ms_p25": twentieths[4],
-            "step_ms_p75": twentieths[14],
-            "step_ms_p95": twentieths[18],
-        }
+        figures |= {"step_ms_p25": twentieths[4], "step_ms_p75": twentieths[14], "step_ms_p95": twentieths[18]}
     return figures
 
 
@@ -425,10 +380,7 @@ def hardware_means(samples: Sequence[Sample]) -> dict[str, float | None]:
     gpus = [sample.gpus[0] for sample in samples if sample.gpus]
     fields = ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "power_w")
     means = {field: _mean([getattr(gpu, field) for gpu in gpus]) for field in fields}
-    return means | {
-        "cpu_pct": _mean([sample.host.cpu_pct for sample in samples]),
-        "hardware_samples": len(samples),
-    }
+    return means | {"cpu_pct": _mean([sample.host.cpu_pct for sample in samples]), "hardware_samples": len(samples)}
 
 
 def environment(*roots: Path) -> dict[str, str]:

@@ -25,16 +25,10 @@ _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.D
 
 def main() -> int:
     """Write or check every guide; the exit code is 1 where --check finds one out of date."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, and say which are out of date")
     options = parser.parse_args()
-    stale = [
-        path
-        for path in sorted(DOCS.glob("*.md"))
-        if filled(path.read_text(encoding="utf-8")) != path.read_text()
-    ]
+    stale = [path for path in sorted(DOCS.glob("*.md")) if filled(path.read_text(encoding="utf-8")) != path.read_text()]
     for path in stale:
         print(f"{path.name} {'is out of date' if options.check else 'is written'}")
         if not options.check:
@@ -50,14 +44,7 @@ def filled(text: str) -> str:
 def changes() -> str:
     """Each change: its values, its class, what it does, when it gets in."""
     rows = [
-        (
-            f"`{spec.name}`",
-            spec.does,
-            spec.takes.words,
-            _safety(spec),
-            spec.moment,
-            "yes" if spec.live else "",
-        )
+        (f"`{spec.name}`", spec.does, spec.takes.words, _safety(spec), spec.moment, "yes" if spec.live else "")
         for spec in CHANGES
     ]
     return _table(("change", "what it does", "value", "class", "gets in", "between two steps"), rows)
@@ -67,9 +54,7 @@ def settings() -> str:
     """What a change cures, and how a person writes it."""
     rows = []
     for spec in CHANGES:
-        causes = ", ".join(
-            f"[{cause.code}](TROUBLESHOOTING.md{cause.anchor})" for cause in cured_by(spec.name)
-        )
+        causes = ", ".join(f"[{cause.code}](TROUBLESHOOTING.md{cause.anchor})" for cause in cured_by(spec.name))
         first = spec.takes.words.partition(" ")[0]
         code = spec.code.format({"true": "True", "a": "N"}.get(first, first))
         rows.append((f"`{spec.name}`", causes, f"`{code}`"))

@@ -31,15 +31,7 @@ not_quick: list[str] = []  # why the test that runs now is none for `make quick`
 TORCHS = re.compile(r"torch_(?P<pid>\d+)_\w+")
 
 # Set once for the whole process by pytest, by torch's compiler and by libraries when first imported.
-NOT_OURS = (
-    "PYTEST_CURRENT_TEST",
-    "TORCHINDUCTOR_",
-    "TRITON_",
-    "KMP_",
-    "QT_",
-    "CUDA_MODULE_LOADING",
-    "TF2_BEHAVIOR",
-)
+NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_", "QT_", "CUDA_MODULE_LOADING", "TF2_BEHAVIOR")
 
 # The networks of tests are tiny: sharing them out among threads costs many times what it saves.
 THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
@@ -50,9 +42,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("unhurried")
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's background job, which hands it on to every child
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which hands it on to every child
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -61,9 +51,7 @@ def no_thread_left_behind() -> Iterator[None]:
     """Fails a test whose threads outlive it."""
     before = set(threading.enumerate())
     yield
-    started = {
-        t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)
-    }  # not a library's own
+    started = {t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}  # not a library's own
     for thread in started - before:
         thread.join(LEAVE_S)
         assert not thread.is_alive(), f"the test left a thread behind: {thread.name}"
@@ -133,9 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
     starts_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not config.getoption("--quick") or starts_workers:
         return
-    config.addinivalue_line(
-        "filterwarnings", "ignore::ResourceWarning"
-    )  # a skipped test leaves things half built
+    config.addinivalue_line("filterwarnings", "ignore::ResourceWarning")  # a skipped test leaves things half built
     config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
     import multiprocessing.util
 
@@ -144,10 +130,7 @@ def pytest_configure(config: pytest.Config) -> None:
     start_process = subprocess.Popen.__init__
 
     def start_or_skip(self: Any, args: Any, *more: Any, **options: Any) -> None:
-        if (
-            Path(os.fspath(args if isinstance(args, str | os.PathLike) else args[0])).name
-            not in LIBRARY_SEARCH
-        ):
+        if Path(os.fspath(args if isinstance(args, str | os.PathLike) else args[0])).name not in LIBRARY_SEARCH:
             _skip_process()
         start_process(self, args, *more, **options)
 
@@ -250,9 +233,7 @@ def build_sample(
     }
     processes = []
     if trainer_cpu is not None:
-        processes.append(
-            ProcessSample(pid=100, role="trainer", name="python", cpu_pct=trainer_cpu, rss_bytes=1 << 30)
-        )
+        processes.append(ProcessSample(pid=100, role="trainer", name="python", cpu_pct=trainer_cpu, rss_bytes=1 << 30))
     for place in range(workers):
         processes.append(ProcessSample(pid=101 + place, role="worker", name="pt_data_worker", cpu_pct=50.0))
     return Sample(
@@ -266,11 +247,7 @@ def build_sample(
 
 def _children() -> set[psutil.Process]:
     """Children of this process; multiprocessing's own book-keeper lives on by design."""
-    return {
-        child
-        for child in psutil.Process().children()
-        if "multiprocessing.resource_tracker" not in _command(child)
-    }
+    return {child for child in psutil.Process().children() if "multiprocessing.resource_tracker" not in _command(child)}
 
 
 def _command(process: psutil.Process) -> str:
@@ -294,9 +271,7 @@ def _not_held_by_others(names: set[str]) -> set[str]:
         if process.pid in family:
             continue
         try:
-            paths = {file.path for file in process.open_files()} | {
-                entry.path for entry in process.memory_maps()
-            }
+            paths = {file.path for file in process.open_files()} | {entry.path for entry in process.memory_maps()}
         except (psutil.Error, OSError):
             continue
         held |= {name for name in names if f"{SHM}/{name}" in paths}

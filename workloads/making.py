@@ -38,9 +38,7 @@ class Recipe:
 
     items: int  # pieces of work that do not depend on each other
     bytes_each: int  # about what an item takes on disk
-    facts: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what maker and training must know: classes, days …
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what maker and training must know: classes, days …
 
 
 Paths = Callable[[Recipe, int], Sequence[str]]  # the files of item i, relative to the folder
@@ -73,9 +71,7 @@ def require(data: str | Path, name: str) -> dict[str, Any]:
         again = f"python -m workloads.{unfinished['name']}.make --size {unfinished['size']} --seed {unfinished['seed']}"
         raise Refused(f"the data at {data} is half made: finish it with  {again} --out {data}")
     if manifest["name"] != name:
-        raise Refused(
-            f"{data} holds the data of {manifest['name']}, not of {name}: make that with  {command}-{name}"
-        )
+        raise Refused(f"{data} holds the data of {manifest['name']}, not of {name}: make that with  {command}-{name}")
     return manifest
 
 
@@ -92,9 +88,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 def main(name: str, recipes: Mapping[str, Recipe], paths: Paths, make: Make, version: int = 1) -> None:
     """The command line of a maker: `python -m workloads.NAME.make --size SIZE --out DIR`."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m workloads.{name}.make", description=f"Make the data of {name}."
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m workloads.{name}.make", description=f"Make the data of {name}.")
     parser.add_argument("--size", choices=list(recipes), default="small")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
@@ -103,20 +97,12 @@ def main(name: str, recipes: Mapping[str, Recipe], paths: Paths, make: Make, ver
     if options.workers < 1:
         parser.error("--workers must be at least 1")
     recipe = recipes[options.size]
-    manifest = {
-        "name": name,
-        "size": options.size,
-        "seed": options.seed,
-        "version": version,
-        "items": recipe.items,
-    }
+    manifest = {"name": name, "size": options.size, "seed": options.seed, "version": version, "items": recipe.items}
     with clear_errors():
         make_all(options.out, manifest | dict(recipe.facts), recipe, paths, make, options.workers)
 
 
-def make_all(
-    out: Path, manifest: dict[str, Any], recipe: Recipe, paths: Paths, make: Make, workers: int
-) -> None:
+def make_all(out: Path, manifest: dict[str, Any], recipe: Recipe, paths: Paths, make: Make, workers: int) -> None:
     """Make what is missing of one data set, then name it one."""
     claim(out, manifest)
     missing = [i for i in range(recipe.items) if not all((out / path).exists() for path in paths(recipe, i))]
@@ -215,9 +201,7 @@ def progress(total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    with Progress(
-        BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as bar:
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda done: bar.update(task, completed=done)
 

@@ -25,9 +25,7 @@ def static(rng: np.random.Generator, height: int, width: int) -> Field:
     return noise
 
 
-def fractal(
-    rng: np.random.Generator, height: int, width: int, *, finest: int = 2, falloff: float = 0.55
-) -> Field:
+def fractal(rng: np.random.Generator, height: int, width: int, *, finest: int = 2, falloff: float = 0.55) -> Field:
     """Smooth noise summed over octaves, about within [-1, 1]; `finest` is the smallest detail in pixels.
 
     A larger `falloff` keeps more of the fine detail: 0.5 is the 1/f of photographs, 0.3 reads as soft light.
@@ -77,9 +75,7 @@ def spot(row: float, col: float, radii: tuple[float, float], angle: float, heigh
     y = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] - np.float32(row)
     x = np.arange(cols.start, cols.stop, dtype=np.float32)[None, :] - np.float32(col)
     cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
-    return Spot(
-        rows, cols, (x * cos + y * sin) / np.float32(radii[1]), (y * cos - x * sin) / np.float32(radii[0])
-    )
+    return Spot(rows, cols, (x * cos + y * sin) / np.float32(radii[1]), (y * cos - x * sin) / np.float32(radii[0]))
 
 
 def anywhere(rng: np.random.Generator, height: int, width: int, smallest: float, largest: float) -> Spot:

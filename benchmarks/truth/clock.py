@@ -37,11 +37,7 @@ def step_ended(*_):
 def tell():
     first = min(STEPS // 6, len(ended) - 1)
     if os.environ.get("RANK", "0") == "0" and len(ended) > first >= 0:
-        told = {
-            "start_s": ended[0] - BORN,
-            "steps": len(ended) - 1 - first,
-            "seconds": ended[-1] - ended[first],
-        }
+        told = {"start_s": ended[0] - BORN, "steps": len(ended) - 1 - first, "seconds": ended[-1] - ended[first]}
         Path(os.environ["CLOCK"]).write_text(json.dumps(told), encoding="utf-8")
 
 

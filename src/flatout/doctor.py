@@ -294,9 +294,7 @@ def _entries(found: Examination) -> Iterator[tuple[str, str]]:
     yield "cgroup", found.cgroup or "none"
     there = [f"{name} {version}" for name, version in found.extras.items() if version]
     yield "extras", ", ".join(there) or "none"
-    yield from (
-        ("", f"not there: {name} ({_EXTRAS[name]})") for name, version in found.extras.items() if not version
-    )
+    yield from (("", f"not there: {name} ({_EXTRAS[name]})") for name, version in found.extras.items() if not version)
 
 
 def _about_gpu(gpu: GpuFound) -> Iterator[str]:

@@ -39,9 +39,7 @@ def redact_setting(name: str, value: Any) -> Any:
         return _redacted_mapping(value)
     if isinstance(value, list | tuple):
         return _redacted_list(name, value)
-    return (
-        _redacted_word(name, str(value)) if isinstance(value, str | PurePath | Enum) else type(value).__name__
-    )
+    return _redacted_word(name, str(value)) if isinstance(value, str | PurePath | Enum) else type(value).__name__
 
 
 def redact_text(text: str) -> str:
@@ -90,12 +88,7 @@ def _redacted_word(name: str, text: str) -> str:
 
 def _redacted_list(name: str, items: Sequence[Any]) -> list[Any]:
     """The items of a list of this name; they may be a command, or a name and its value."""
-    if (
-        len(items) == 2
-        and isinstance(items[0], str)
-        and _is_bare_name(items[0])
-        and _is_surely_secret(items[0])
-    ):
+    if len(items) == 2 and isinstance(items[0], str) and _is_bare_name(items[0]) and _is_surely_secret(items[0]):
         return [items[0], redact_setting(items[0], items[1])]
     shown, option = [], ""
     for item in items:
@@ -114,9 +107,7 @@ def _redacted_mapping(values: Mapping[Any, Any]) -> dict[str, Any]:
     names = (value for key, value in values.items() if str(key).lower() in _NAMED_BY)
     named = next((value for value in names if isinstance(value, str) and _is_secret(value)), "")
     return {
-        redact_text(str(key)): redact_setting(
-            named if str(key).lower() in _VALUED_BY and named else str(key), value
-        )
+        redact_text(str(key)): redact_setting(named if str(key).lower() in _VALUED_BY and named else str(key), value)
         for key, value in values.items()
     }
 
@@ -282,9 +273,7 @@ def _without_values(text: str) -> str:
             name = named["before"] + name
         if known and name.lower() in _VALUED_BY:
             name = known
-        indexed = (
-            named["name"] is not None and f"[{name}]" == text[named.start("name") - 1 : named.end("name") + 1]
-        )
+        indexed = named["name"] is not None and f"[{name}]" == text[named.start("name") - 1 : named.end("name") + 1]
         if (named["gap"] == "," or indexed) and not _is_surely_secret(name):  # indexed: `total[key] = 0`
             continue
         if not (_is_secret(name) or _is_login(name) or name.lower() in _NAMED_BY):

@@ -19,9 +19,7 @@ def forbid_waiting() -> Iterator[ForbidWaiting]:
 
     def forbid(yes: bool) -> None:
         with warnings.catch_warnings():  # setting it warns that it does not see every kind of waiting
-            warnings.filterwarnings(
-                "ignore", "Synchronization debug mode is a prototype feature", UserWarning
-            )
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
             torch.cuda.set_sync_debug_mode("error" if yes else "default")
 
     yield forbid

@@ -36,9 +36,7 @@ from flatout.augment import (
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def pictures(
-    n: int = 6, channels: int = 3, height: int = 120, width: int = 150, nhwc: bool = False
-) -> torch.Tensor:
+def pictures(n: int = 6, channels: int = 3, height: int = 120, width: int = 150, nhwc: bool = False) -> torch.Tensor:
     """Smooth enough that a millionth of a pixel does not matter, with noise on top."""
     generator = torch.Generator().manual_seed(n + height)
     coarse = torch.rand(n, channels, 9, 9, generator=generator)
@@ -87,24 +85,12 @@ def test_the_kernel_does_what_the_reference_does(operations, nhwc):
     )
     same_numbers(params, expected_params)
     assert (out - expected).abs().max() <= 1e-3  # of which interpolation may take 1/255; see the next two
-    assert (
-        masks == expected_masks
-    ).float().mean() > 0.9999  # a place on the very edge of two pixels may go either way
+    assert (masks == expected_masks).float().mean() > 0.9999  # a place on the very edge of two pixels may go either way
 
 
 @pytest.mark.parametrize(
     "operation",
-    [
-        Brightness(0.5),
-        Contrast(0.5),
-        Saturation(0.5),
-        Hue(0.5),
-        Gamma(0.5),
-        Grayscale(),
-        Invert(),
-        Erase(1.0),
-        Blur(5),
-    ],
+    [Brightness(0.5), Contrast(0.5), Saturation(0.5), Hue(0.5), Gamma(0.5), Grayscale(), Invert(), Erase(1.0), Blur(5)],
     ids=lambda operation: type(operation).__name__,
 )
 def test_point_operations_agree_to_1e_5(operation):
@@ -254,9 +240,7 @@ def test_the_other_point_operations_are_torchvisions(functional):
 def test_rotate_and_affine_are_torchvisions(functional):
     bilinear = {"interpolation": functional.InterpolationMode.BILINEAR, "fill": None}
     for ours, sample, numbers in drawn(Augment([Rotate(180)]), pictures()):
-        assert (
-            ours - functional.rotate(sample, numbers["Rotate.degrees"], **bilinear)
-        ).abs().max() <= 1 / 255
+        assert (ours - functional.rotate(sample, numbers["Rotate.degrees"], **bilinear)).abs().max() <= 1 / 255
     aug = Augment([Affine(60, 0.2, (0.6, 1.5), (-15, 15, -10, 10))])
     for ours, sample, numbers in drawn(aug, pictures()):
         expected = functional.affine(
@@ -272,9 +256,7 @@ def test_rotate_and_affine_are_torchvisions(functional):
 
 @pytest.mark.parametrize("antialias", [True, False])
 def test_crops_and_resizes_are_torchvisions(functional, antialias):
-    for ours, sample, numbers in drawn(
-        Augment([ResizedCrop((50, 70), antialias=antialias), HFlip()]), pictures()
-    ):
+    for ours, sample, numbers in drawn(Augment([ResizedCrop((50, 70), antialias=antialias), HFlip()]), pictures()):
         box = [int(numbers[f"ResizedCrop.{part}"]) for part in ("top", "left", "height", "width")]
         expected = functional.resized_crop(sample, *box, [50, 70], antialias=antialias)
         expected = functional.horizontal_flip(expected) if numbers["HFlip.on"] else expected

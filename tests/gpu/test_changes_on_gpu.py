@@ -56,9 +56,7 @@ TRAIN = """
 """
 
 
-def run_with(
-    folder: Path, *changes: tuple[str, object], flags: tuple[str, ...] = (), script: str = TRAIN
-) -> Run:
+def run_with(folder: Path, *changes: tuple[str, object], flags: tuple[str, ...] = (), script: str = TRAIN) -> Run:
     folder.mkdir()
     write(folder, train=script)
     plan = Plan(changes=tuple(Change(name=name, value=value, safety="equivalent") for name, value in changes))
@@ -169,16 +167,9 @@ def test_transforms_made_on_the_gpu_are_those_of_the_workers(
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_precision_layout_and_benchmark_show_and_training_goes_the_same_way(
-    tmp_path: Path, precision: str
-) -> None:
+def test_precision_layout_and_benchmark_show_and_training_goes_the_same_way(tmp_path: Path, precision: str) -> None:
     plain = run_with(tmp_path / "plain")
-    changes = (
-        ("precision", precision),
-        ("channels_last", True),
-        ("cudnn_benchmark", True),
-        ("fused_optimizer", True),
-    )
+    changes = (("precision", precision), ("channels_last", True), ("cudnn_benchmark", True), ("fused_optimizer", True))
     changed = run_with(tmp_path / "changed", *changes)
     facts = changed.observed.rank.facts
     assert all(entry.applied for entry in facts.changes), facts.changes

@@ -36,17 +36,13 @@ class Pictures(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         generator = torch.Generator().manual_seed(index)
         light = index % 2
-        return torch.randint(
-            100 * light, 156 + 100 * light, (3, 32, 32), dtype=torch.uint8, generator=generator
-        ), light
+        return torch.randint(100 * light, 156 + 100 * light, (3, 32, 32), dtype=torch.uint8, generator=generator), light
 
 
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(
-            3, 16, 3, padding=1, bias=False
-        ),  # a bias would be moved by rounding alone: batch norm takes it out
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),  # a bias would be moved by rounding alone: batch norm takes it out
         nn.BatchNorm2d(16),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
@@ -77,13 +73,7 @@ def trainer(out: Path, model: nn.Module, **settings: Any) -> Trainer:
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"clip_norm": 1.0, "accumulate": 2},
-        {"precision": "fp16"},
-        {"precision": "tf32"},
-        {"compile": "auto"},
-    ],
+    [{}, {"clip_norm": 1.0, "accumulate": 2}, {"precision": "fp16"}, {"precision": "tf32"}, {"compile": "auto"}],
     ids=str,
 )
 def test_nothing_waits_for_the_gpu_between_log_points(
@@ -97,9 +87,7 @@ def test_nothing_waits_for_the_gpu_between_log_points(
 
     def advance_and_watch(loss: Tensor, rows: int) -> None:
         advance(loss, rows)
-        forbid_waiting(
-            5 <= ours.at.step < 30
-        )  # the first steps allocate and capture, the last ones end it all
+        forbid_waiting(5 <= ours.at.step < 30)  # the first steps allocate and capture, the last ones end it all
 
     def read_unwatched() -> set[str]:
         forbid_waiting(False)
@@ -136,9 +124,7 @@ def test_a_checkpoint_is_taken_without_waiting(tmp_path: Path, no_waiting: Any) 
 @pytest.mark.parametrize(
     ("wanted", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("off", torch.float32)]
 )
-def test_the_precision_asked_for_is_the_one_computed_in(
-    tmp_path: Path, wanted: str, dtype: torch.dtype
-) -> None:
+def test_the_precision_asked_for_is_the_one_computed_in(tmp_path: Path, wanted: str, dtype: torch.dtype) -> None:
     model = net()
     seen: set[torch.dtype] = set()
     model[0].register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))  # type: ignore[operator,index]
@@ -175,9 +161,7 @@ def test_layout_and_switches_are_in_force_and_put_back(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("compile", [True, "auto"])
-def test_compiled_and_captured_it_learns_the_same(
-    tmp_path: Path, compile: bool | str, accumulate: int
-) -> None:
+def test_compiled_and_captured_it_learns_the_same(tmp_path: Path, compile: bool | str, accumulate: int) -> None:
     eager = trainer(tmp_path / "eager", net(), precision="off", accumulate=accumulate)
     eager.fit()
     ours = trainer(tmp_path / "ours", net(), precision="off", accumulate=accumulate, compile=compile)
@@ -246,9 +230,7 @@ def test_a_full_gpu_is_met_with_smaller_pieces() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     precision, _ = choose_precision("off", torch.device("cuda"))
     said: list[str] = []
-    step = TrainStep(
-        model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(batch_size=256), said.append
-    )
+    step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(batch_size=256), said.append)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.5 * 2**30) / total)

@@ -67,9 +67,7 @@ def test_a_slot_is_not_reused_while_its_copy_waits_behind_other_work() -> None:
         assert_whole(images, indices)
 
 
-@pytest.mark.parametrize(
-    "context", [torch.cuda.stream, lambda stream: stream], ids=["torch.cuda.stream", "the stream"]
-)
+@pytest.mark.parametrize("context", [torch.cuda.stream, lambda stream: stream], ids=["torch.cuda.stream", "the stream"])
 def test_a_slot_is_not_reused_while_its_copy_waits_in_another_stream(context: Any) -> None:
     """GIVEN a script that copies ahead of time in a stream of its own, and does not wait for it before the next batch
     WHEN its batches are dropped at once THEN no copy sees a later batch's bytes."""
@@ -135,9 +133,7 @@ def test_a_host_that_never_waits_does_not_pile_up_copies() -> None:
 
 
 def test_to_device_makes_floats_and_channels_last_on_the_gpu() -> None:
-    on_device = to_device(
-        DataLoader(Frames(64), 16, num_workers=1), "cuda", dtype=torch.bfloat16, channels_last=True
-    )
+    on_device = to_device(DataLoader(Frames(64), 16, num_workers=1), "cuda", dtype=torch.bfloat16, channels_last=True)
     for images, indices in on_device:
         assert images.dtype == torch.bfloat16
         assert images.is_contiguous(memory_format=torch.channels_last)
@@ -187,9 +183,7 @@ def test_a_graph_may_be_captured_between_batches(workers: int) -> None:
     """GIVEN batches dropped while a CUDA graph is captured, THEN neither is disturbed."""
     still = torch.zeros(16, device="cuda")
     seen = 0
-    for number, (images, indices) in enumerate(
-        DataLoader(Frames(320), 16, num_workers=workers, pin_memory=True)
-    ):
+    for number, (images, indices) in enumerate(DataLoader(Frames(320), 16, num_workers=workers, pin_memory=True)):
         del images
         if number == 4:
             graph = torch.cuda.CUDAGraph()
@@ -220,8 +214,6 @@ def test_workers_do_not_free_what_the_training_process_has_on_the_gpu(kind: Any)
         circle[0].record_stream(torch.cuda.Stream())
         circle.append(circle)
         del circle
-        assert [int(n) for batch in kind(Collecting(), batch_size=2, num_workers=2) for n in batch] == [
-            *range(8)
-        ]
+        assert [int(n) for batch in kind(Collecting(), batch_size=2, num_workers=2) for n in batch] == [*range(8)]
     finally:
         gc.enable()

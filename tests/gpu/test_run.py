@@ -93,12 +93,7 @@ def test_a_wait_is_named_by_its_line(tmp_path: Path) -> None:
     rank = observe(tmp_path, train)
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(n for n, text in enumerate(lines, start=1) if text.endswith("# the line"))
-    places = {
-        span.where
-        for step in rank.steps
-        for span in step.spans
-        if span.name == "sync" and step.kind == "train"
-    }
+    places = {span.where for step in rank.steps for span in step.spans if span.name == "sync" and step.kind == "train"}
     assert {str(place).rpartition("/")[2] for place in places} == {f"{Path(__file__).name}:{number}"}
 
 
@@ -211,9 +206,7 @@ def test_batches_that_a_thread_page_locks_are_counted_once(tmp_path: Path) -> No
 
     rank = observe(tmp_path, train)
     assert {step.samples for step in rank.steps if step.kind == "train"} == {16}
-    assert sum(window.samples or 0 for window in rank.windows) == 16 * sum(
-        w.wall_ms.count for w in rank.windows
-    )
+    assert sum(window.samples or 0 for window in rank.windows) == 16 * sum(w.wall_ms.count for w in rank.windows)
 
 
 TRIAL = """

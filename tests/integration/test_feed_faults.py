@@ -57,9 +57,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("workers", "most"), [(Auto(1), 500), (3, 60)], ids=["while scaling", "of three declared"]
-)
+@pytest.mark.parametrize(("workers", "most"), [(Auto(1), 500), (3, 60)], ids=["while scaling", "of three declared"])
 def test_five_hundred_kills_lose_repeat_and_reorder_nothing(workers: int, most: int) -> None:
     """GIVEN a loader that goes 1 → 8 → 2 → 6 workers, or has three, WHEN random children (workers, fork server) are
     killed after every batch, THEN each batch is bit for bit what it is without."""
@@ -89,9 +87,7 @@ def kill_some(children: list[psutil.Process], pick: random.Random, most: int) ->
         if kills == most:
             break
         try:
-            if "multiprocessing.resource_tracker" not in " ".join(
-                child.cmdline()
-            ):  # the standard library's, no worker
+            if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):  # the standard library's, no worker
                 child.kill()
                 kills += 1
         except psutil.Error:
@@ -280,19 +276,12 @@ def test_nothing_is_left_behind_however_the_script_ends(ending: str, tmp_path: P
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("{ending}", ENDINGS[ending]))
     done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        start_new_session=True,
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False, start_new_session=True
     )
     pids = [int(pid) for pid in done.stdout.splitlines()[0].split()]
     assert len(pids) == 3, done.stderr
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    named_after_them = [
-        path for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in pids)
-    ]
+    named_after_them = [path for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in pids)]
     assert not named_after_them
     expected = {"break": 0, "dropped": 0, "exception": 1, "exit": 3, "hard exit": 4, "ctrl-c": -2, "sigterm": -15,
                 "sigkill": -9}  # fmt: skip
@@ -303,9 +292,7 @@ def test_nothing_is_left_behind_however_the_script_ends(ending: str, tmp_path: P
 def test_spawned_workers_end_with_a_killed_parent_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = (
-        textwrap.dedent(SCRIPT)
-        .replace("{ending}", ENDINGS["sigkill"])
-        .replace("num_workers=2", "num_workers=2, **HOW")
+        textwrap.dedent(SCRIPT).replace("{ending}", ENDINGS["sigkill"]).replace("num_workers=2", "num_workers=2, **HOW")
     )
     script.write_text("HOW = {'multiprocessing_context': 'spawn'}\n" + text)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
@@ -405,9 +392,7 @@ def test_workers_leave_the_rubbish_of_the_training_process_alone(kind: Any, tmp_
     try:
         rubbish = _Rubbish(told)
         del rubbish
-        assert [int(n) for batch in kind(_Collecting(), batch_size=2, num_workers=2) for n in batch] == [
-            *range(8)
-        ]
+        assert [int(n) for batch in kind(_Collecting(), batch_size=2, num_workers=2) for n in batch] == [*range(8)]
     finally:
         gc.enable()
     assert not told.exists()

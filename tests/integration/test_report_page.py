@@ -126,9 +126,7 @@ def test_run_writes_a_page_of_its_own(pages: tuple[Path, Path]) -> None:
     assert len(text.encode()) < 150_000
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no Chromium here: the page is taken apart, but not opened"
-)
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: the page is taken apart, but not opened")
 @pytest.mark.parametrize(("which", "scheme"), [(0, "light"), (0, "dark"), (1, "light")])
 def test_the_page_draws_its_plots_zooms_and_reads_values(
     pages: tuple[Path, Path], visit: Callable[..., tuple[dict[str, Any], str]], which: int, scheme: str

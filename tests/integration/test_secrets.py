@@ -84,12 +84,9 @@ def nested(planted: list[Planted]) -> dict[str, Any]:
         "lr": 0.1,
         "service": {one.name: one.value for one in planted[: 2 * quarter]},
         "env": {
-            f"v{n}": {"name": one.name, "value": one.value}
-            for n, one in enumerate(planted[2 * quarter : -quarter])
+            f"v{n}": {"name": one.name, "value": one.value} for n, one in enumerate(planted[2 * quarter : -quarter])
         },
-        "lists": {
-            f"v{n}": [f"--{one.name}", one.value] for n, one in enumerate(planted[-quarter : -quarter // 2])
-        },
+        "lists": {f"v{n}": [f"--{one.name}", one.value] for n, one in enumerate(planted[-quarter : -quarter // 2])},
         "words": {f"v{n}": [f"{one.name}={one.value}"] for n, one in enumerate(planted[-quarter // 2 :])},
     }
 
@@ -120,9 +117,7 @@ class Place:
         inputs = {
             "train.py": TRAIN,
             "engine_parts.py": PARTS,
-            "config.yaml": yaml.safe_dump(
-                nested(YAML) | {"fine": {one.name: one.value for one in FINE_YAML}}
-            ),
+            "config.yaml": yaml.safe_dump(nested(YAML) | {"fine": {one.name: one.value for one in FINE_YAML}}),
             "config.json": json.dumps(nested(JSON) | {"fine": {one.name: one.value for one in FINE_JSON}}),
             "my_config.py": f"SERVICE = { {one.name: one.value for one in MODULE} }\n",
             "engine.yaml": yaml.safe_dump(ENGINE | {"data": {"train": points, "workers": 0}}),
@@ -135,13 +130,7 @@ class Place:
     def flatout(self, *words: str, env: dict[str, str] | None = None, code: int = 0) -> None:
         """Run a verb to its end."""
         planted = {one.name: one.value for one in ENVIRONMENT}
-        environment = {
-            **os.environ,
-            **planted,
-            "PYTHONPATH": str(self.folder),
-            "OMP_NUM_THREADS": "1",
-            **(env or {}),
-        }
+        environment = {**os.environ, **planted, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", **(env or {})}
         ended = subprocess.run(
             [*FLATOUT, *words],
             cwd=self.folder,
@@ -156,11 +145,7 @@ class Place:
 
     def written(self, suffix: str = "") -> dict[str, str]:
         """Every file that was written there."""
-        files = (
-            path
-            for path in self.folder.rglob(f"*{suffix}")
-            if path.is_file() and path.name not in self._inputs
-        )
+        files = (path for path in self.folder.rglob(f"*{suffix}") if path.is_file() and path.name not in self._inputs)
         found = {str(path.relative_to(self.folder)): path for path in files if path.suffix != ".pyc"}
         return {name: path.read_text(errors="replace") for name, path in found.items()}
 
@@ -170,18 +155,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Where every verb has been run."""
     place = Place(tmp_path_factory.mktemp("place"))
     place.flatout("run", "--trace", "run", "--json", "run.json", "--html", "run.html", "--", *COMMAND)
-    trials = (
-        "--budget",
-        "40s",
-        "--steps",
-        "20",
-        "--only",
-        "channels-last",
-        "--json",
-        "fix.json",
-        "--html",
-        "fix.html",
-    )
+    trials = ("--budget", "40s", "--steps", "20", "--only", "channels-last", "--json", "fix.json", "--html", "fix.html")
     place.flatout("fix", *trials, "--", *COMMAND, env={"SAY": as_text(PRINTED)})
     place.flatout("fix", "--budget", "20s", "--", *COMMAND, env={"RAISE": as_text(RAISED)}, code=2)
     place.flatout("report", "run", "--json", "report.json", "--html", "report.html")
@@ -193,9 +167,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         "train", "engine.yaml", "--explain", *(f"data.train.args.{one.name}={one.value}" for one in JSON[:20])
     )
     with subprocess.Popen([f"./{PROCESS.name}={PROCESS.value}", "60"], cwd=place.folder) as sleeping:
-        place.flatout(
-            "top", "--record", "top", "--duration", "1", "--interval", "0.2", "--pid", str(sleeping.pid)
-        )
+        place.flatout("top", "--record", "top", "--duration", "1", "--interval", "0.2", "--pid", str(sleeping.pid))
         sleeping.terminate()
     place.flatout("top", "--replay", "top", "--json", "top.json")
     return place

@@ -113,11 +113,7 @@ def quick() -> nn.Module:
 def thorough(width: int = 2048) -> nn.Module:
     """A model whose step takes some 30 ms on one core."""
     return nn.Sequential(
-        nn.Linear(SIDE * SIDE, width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.ReLU(),
-        nn.Linear(width, CLASSES),
+        nn.Linear(SIDE * SIDE, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
     )
 
 
@@ -355,12 +351,7 @@ def logs_all_the_time() -> None:
 def collects_each_step() -> None:
     """gc.collect() after each step, beside a large table of Python objects."""
     table = [{"index": index} for index in range(200_000)]
-    train(
-        thorough(),
-        DataLoader(ready(4000), batch_size=64),
-        200,
-        after_step=lambda step, model: gc.collect() and None,
-    )
+    train(thorough(), DataLoader(ready(4000), batch_size=64), 200, after_step=lambda step, model: gc.collect() and None)
     assert table
 
 
@@ -478,9 +469,7 @@ def plays_against_itself() -> None:
     for _ in range(300):
         real, made = torch.rand(128, SIDE * SIDE), maker(torch.randn(128, 32))
         optimizers[0].zero_grad()
-        (
-            mse_loss(judge(real), torch.ones(128, 1)) + mse_loss(judge(made.detach()), torch.zeros(128, 1))
-        ).backward()
+        (mse_loss(judge(real), torch.ones(128, 1)) + mse_loss(judge(made.detach()), torch.zeros(128, 1))).backward()
         optimizers[0].step()
         optimizers[1].zero_grad()
         mse_loss(judge(made), torch.ones(128, 1)).backward()
@@ -511,9 +500,7 @@ def handed_out(batches: list[Any]) -> DataLoader[Any]:
 def loaded(data: Dataset[Any], batch_size: int) -> DataLoader[Any]:
     """A loader as it should be."""
     sampler = RandomSampler(data, replacement=True, num_samples=1_000_000)  # type: ignore[arg-type]
-    return DataLoader(
-        data, batch_size, sampler=sampler, num_workers=4, pin_memory=True, persistent_workers=True
-    )
+    return DataLoader(data, batch_size, sampler=sampler, num_workers=4, pin_memory=True, persistent_workers=True)
 
 
 def on_the_gpu(rows: int = ROWS, features: int = WIDTH, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -522,15 +509,11 @@ def on_the_gpu(rows: int = ROWS, features: int = WIDTH, dtype: torch.dtype = tor
     return itertools.repeat((x, torch.randint(0, CLASSES, (rows,), device=CARD)))
 
 
-def products(
-    depth: int, features: int = WIDTH, width: int = WIDTH, active: type[nn.Module] = nn.ReLU
-) -> nn.Module:
+def products(depth: int, features: int = WIDTH, width: int = WIDTH, active: type[nn.Module] = nn.ReLU) -> nn.Module:
     """Large matrix products in bf16, and little else."""
     sizes = [features, *[width] * depth]
     with torch.device(CARD):
-        layers = [
-            layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b, bias=False), active())
-        ]
+        layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b, bias=False), active())]
         return nn.Sequential(*layers, nn.Linear(width, CLASSES, bias=False)).bfloat16()
 
 
@@ -539,10 +522,7 @@ def convolutions(depth: int = 6, channels: int = 256) -> nn.Module:
     layers = [
         layer
         for number in range(depth)
-        for layer in (
-            nn.Conv2d(channels if number else 3, channels, 3, padding=1, bias=False),
-            nn.ReLU(inplace=True),
-        )
+        for layer in (nn.Conv2d(channels if number else 3, channels, 3, padding=1, bias=False), nn.ReLU(inplace=True))
     ]
     tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
     return nn.Sequential(*layers, *tail).to(CARD, torch.bfloat16)
@@ -588,8 +568,7 @@ def waits_for_each_copy() -> None:
 def copies_column_by_column() -> None:
     """A table of 600 columns, page-locked, and each column goes to the GPU by itself."""
     batches = [
-        (list(torch.rand(600, ROWS).pin_memory()), torch.randint(0, CLASSES, (ROWS,)).pin_memory())
-        for _ in range(4)
+        (list(torch.rand(600, ROWS).pin_memory()), torch.randint(0, CLASSES, (ROWS,)).pin_memory()) for _ in range(4)
     ]
 
     def joined(columns: list[torch.Tensor]) -> torch.Tensor:
@@ -666,9 +645,7 @@ def takes_small_batches() -> None:
     """Speech: the loss goes through each recording step by step, so that 16 at a time keep a few processors busy."""
     length, features, letters, words = 1500, 20, 32, 100
     data = TensorDataset(torch.rand(1000, length, features), torch.randint(1, letters, (1000, words)))
-    model = nn.Sequential(
-        nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, letters)
-    )
+    model = nn.Sequential(nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, letters))
     optimizer = fused(model.to(CARD))
     for x, y in loaded(data, 16):
         optimizer.zero_grad()
@@ -696,9 +673,7 @@ def fills_the_gpu() -> None:
     x, y = next(on_the_gpu(longest, narrow))
     learn(model, [(x, y)] * 2, optimizer)
     room_bytes = 1.25 * torch.cuda.max_memory_allocated()
-    torch.cuda.set_per_process_memory_fraction(
-        room_bytes / torch.cuda.get_device_properties(CARD).total_memory
-    )
+    torch.cuda.set_per_process_memory_fraction(room_bytes / torch.cuda.get_device_properties(CARD).total_memory)
 
     def by_length() -> Iterator[Any]:
         while True:
@@ -740,14 +715,7 @@ def attends() -> None:
     features, vocabulary = WIDTH // 2, 2 * WIDTH
     with torch.device(CARD):
         layer = nn.TransformerEncoderLayer(
-            features,
-            16,
-            4 * features,
-            dropout=0.0,
-            activation="gelu",
-            batch_first=True,
-            norm_first=True,
-            bias=False,
+            features, 16, 4 * features, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, bias=False
         )
         model = nn.Sequential(
             nn.Embedding(vocabulary, features),
@@ -765,9 +733,7 @@ def attends() -> None:
 
 def main() -> None:
     gpu = gpu_here()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = [name for name in TRAININGS if needs_gpu(name) == (gpu is not None)]
     parser.add_argument("names", nargs="*", metavar="NAME", default=here)
     parser.add_argument("--to", type=Path, default=Path(__file__).parent, metavar="FOLDER")
@@ -776,9 +742,7 @@ def main() -> None:
     for name in options.names:
         if needs_gpu(name) and gpu is None:
             print(f"{name}: skipped, it needs a GPU")
-        elif not any(
-            recorded(name, gpu or "cpu", options.to) for _ in range(1 if needs_gpu(name) else TRIES)
-        ):
+        elif not any(recorded(name, gpu or "cpu", options.to) for _ in range(1 if needs_gpu(name) else TRIES)):
             print(f"{name}: not recorded", flush=True)
 
 
@@ -812,9 +776,7 @@ def recorded(name: str, machine: str, to: Path) -> bool:
         codes = [code for code, _, _ in found]
         like = codes == [HEALTHY] if name.startswith(HEALTHY) else codes[:1] == [name]
         kept = others < OTHERS_CORES or delay < DELAY or "beside" in HOW[name] or needs_gpu(name)
-        said = (
-            ", ".join(f"{code} {share:.0%} up to {gain:.2f}x" for code, share, gain in found[:3]) or "nothing"
-        )
+        said = ", ".join(f"{code} {share:.0%} up to {gain:.2f}x" for code, share, gain in found[:3]) or "nothing"
         beside = f"others {others:.2f} cores, {delay=:.3f}, {kept=}"
         unlike = "" if like else "UNLIKE "
         print(f"{name}: {unlike}{said}; {time.monotonic() - began_s:.1f} s, {beside}", flush=True)
@@ -833,10 +795,7 @@ def record(name: str, folder: Path) -> None:
     flatout = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", "trace"]
     flatout += ["--max-steps", str(how["steps"])] if needs_gpu(name) else []
     command = [*flatout, "--", *launcher, *script]
-    path = [
-        ROOT / "src",
-        *(Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(":") if entry),
-    ]
+    path = [ROOT / "src", *(Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(":") if entry)]
     environment = {**os.environ, "PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1"}
     with company(how.get("beside", 0)), limited(how.get("memory_bytes")) as group:
         enter = functools.partial(enter_group, group)
@@ -925,12 +884,7 @@ def thin(folder: Path) -> None:
 
 def pack(folder: Path, target: Path) -> None:
     """The records alone, without what they say of this machine's name and paths; the same bytes each time."""
-    hidden = {
-        str(folder.parent): "run",
-        str(ROOT): "flatout",
-        sys.prefix: "venv",
-        socket.gethostname(): "machine",
-    }
+    hidden = {str(folder.parent): "run", str(ROOT): "flatout", sys.prefix: "venv", socket.gethostname(): "machine"}
     words = {re.compile(rf"(?<!\w){re.escape(word)}(?!\w)"): instead for word, instead in hidden.items()}
     with gzip.GzipFile(target, "wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
         for path in sorted(folder.glob("*.jsonl")):

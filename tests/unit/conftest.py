@@ -52,9 +52,7 @@ def mutated() -> Callable[[str, list[str], int], Iterator[str]]:
             for _ in range(chance.choice((1, 1, 2, 4))):
                 start = chance.randrange(len(made) + 1)
                 end = min(len(made), start + chance.choice((0, 1, 3, 20)))
-                put = chance.choice(
-                    ("", chance.choice(tokens), chance.choice(tokens) * 300, made[start:end] * 2)
-                )
+                put = chance.choice(("", chance.choice(tokens), chance.choice(tokens) * 300, made[start:end] * 2))
                 made = made[:start] + put + made[end:]
             yield made
 
@@ -85,9 +83,7 @@ def machine(tmp_path: Path) -> Callable[[str], Path]:
     def plant(name: str) -> Path:
         root = tmp_path / "machine"
         text = (MACHINES / f"{name}.txt").read_text(encoding="utf-8")
-        for path, content in re.findall(
-            r"^==> /(\S+) <==\n(.*?)(?=^==> |\Z)", text, re.MULTILINE | re.DOTALL
-        ):
+        for path, content in re.findall(r"^==> /(\S+) <==\n(.*?)(?=^==> |\Z)", text, re.MULTILINE | re.DOTALL):
             target = root / path
             if path.endswith("/"):
                 target.mkdir(parents=True, exist_ok=True)

@@ -62,19 +62,14 @@ class RecordedNvml:
         sample.metrics = self._gpu(handle)["gpm"]
 
     def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            metrics=[SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0) for _ in range(GPM_SLOTS)]
-        )
+        return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0) for _ in range(GPM_SLOTS)])
 
     def nvmlGpmMetricsGet(self, query: SimpleNamespace) -> None:
         self._may_fail("nvmlGpmMetricsGet")
         assert query.sample1 is not query.sample2
         for slot in range(query.numMetrics):
             recorded = query.sample2.metrics[str(query.metrics[slot].metricId)]
-            query.metrics[slot].value, query.metrics[slot].nvmlReturn = (
-                recorded["value"],
-                recorded["nvmlReturn"],
-            )
+            query.metrics[slot].value, query.metrics[slot].nvmlReturn = recorded["value"], recorded["nvmlReturn"]
 
     def __getattr__(self, function: str) -> Any:
         if not function.startswith("nvml"):

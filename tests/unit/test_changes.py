@@ -28,15 +28,9 @@ def plan(name: str, value: Any, knob: str = "") -> Plan:
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        (
-            plan("complie", "default"),
-            "change 1 (complie): flatout knows no such change (did you mean compile?)",
-        ),
+        (plan("complie", "default"), "change 1 (complie): flatout knows no such change (did you mean compile?)"),
         (plan("zzz", 1), "flatout knows no such change (there are loader, num_workers"),
-        (
-            plan("precision", "bf-16"),
-            "change 1 (precision): value must be tf32 or bf16 or fp16 (got 'bf-16')",
-        ),
+        (plan("precision", "bf-16"), "change 1 (precision): value must be tf32 or bf16 or fp16 (got 'bf-16')"),
         (plan("num_workers", True), "value must be a whole number from 0 (got True)"),
         (plan("num_workers", -1), "value must be a whole number from 0 (got -1)"),
         (plan("prefetch_factor", 0), "value must be a whole number from 1 (got 0)"),
@@ -118,20 +112,8 @@ def test_auto_is_a_plan_that_is_carried_out() -> None:
         (("--auto", "--plan", "plan.yaml"), "--plan and --auto: give one of them"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    tmp_path: Path, options: tuple[str, ...], complaint: str
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, options: tuple[str, ...], complaint: str) -> None:
     plan("complie", "default").save(tmp_path / "plan.yaml")
-    command = [
-        sys.executable,
-        "-m",
-        "flatout",
-        "run",
-        *options,
-        "--",
-        sys.executable,
-        "-c",
-        "print('it ran')",
-    ]
+    command = [sys.executable, "-m", "flatout", "run", *options, "--", sys.executable, "-c", "print('it ran')"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"flatout: {complaint}\n")

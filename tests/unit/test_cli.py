@@ -32,9 +32,7 @@ def test_version(flatout_says: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_help_says_what_it_is_and_which_verbs_there_are(
-    flatout_says: Run, arguments: tuple[str, ...]
-) -> None:
+def test_help_says_what_it_is_and_which_verbs_there_are(flatout_says: Run, arguments: tuple[str, ...]) -> None:
     code, out, _ = flatout_says(*arguments)
     assert code == 0
     assert "why a GPU sits idle" in out
@@ -67,16 +65,10 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("top", "--interval", "-2"), "--interval must be from 0.05 to 60 seconds (got -2)"),
         (("run", "--htm", "page.html", "--", "true"), "No such option: --htm"),
         (("fix", "--budgt", "4m", "train.py"), "No such option: --budgt"),
-        (
-            ("check", "a.py", "--lr", "1"),
-            "the script's own flags stand behind a --: flatout check train.py -- --lr",
-        ),
+        (("check", "a.py", "--lr", "1"), "the script's own flags stand behind a --: flatout check train.py -- --lr"),
         (("train", "no-such.yaml"), "cannot read no-such.yaml: there is no such file"),
         (("run", "--trace", "here", "--json", "--", "true"), "--json needs a value before the --"),
-        (
-            ("run", "--html", "/no/such/page.html", "--", "true"),
-            "cannot write /no/such/page.html: there is no folder",
-        ),
+        (("run", "--html", "/no/such/page.html", "--", "true"), "cannot write /no/such/page.html: there is no folder"),
         (("fix",), "no command given: flatout fix -- python train.py …"),
         (("fix", "--", "no-such-program"), "no-such-program: command not found"),
         (("fix", "--budget", "soon", "train.py"), "--budget soon: expected a time such as 90s, 10m or 1h"),
@@ -84,18 +76,12 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
             ("fix", "--price", "much", "train.py"),
             "--price much: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h",
         ),
-        (
-            ("fix", "--allow", "batchsize", "train.py"),
-            "no change or class called batchsize (did you mean batch-size?)",
-        ),
+        (("fix", "--allow", "batchsize", "train.py"), "no change or class called batchsize (did you mean batch-size?)"),
         (("fix", "--out", "/no/such/plan.yaml", "train.py"), "there is no folder /no/such"),
         (("fix", "--out", ".", "train.py"), "cannot write .: it is a folder"),
         (("fix", "--json", "-", "--html", "-", "train.py"), "--json - and --html - would both go to stdout"),
         (("fix", "--allow", "eval", "train.py"), "did you mean eval-interval?"),
-        (
-            ("fix", "--html", "/no/such/page.html", "train.py"),
-            "cannot write /no/such/page.html: there is no folder",
-        ),
+        (("fix", "--html", "/no/such/page.html", "train.py"), "cannot write /no/such/page.html: there is no folder"),
         (("top", "--once", "--gpu", "99"), "there is no GPU 99"),
         (("top", "--once", "--pid", "999999999"), "there is no process 999999999"),
         (("top", "--once", "--record", "/dev/null/run"), "cannot record into /dev/null/run"),
@@ -109,9 +95,7 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("top", "--once", "--csv", "a" * 300), "File name too long"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    flatout_says: Run, arguments: tuple[str, ...], complaint: str
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(flatout_says: Run, arguments: tuple[str, ...], complaint: str) -> None:
     code, out, err = flatout_says(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("flatout: ")
@@ -158,9 +142,7 @@ def test_the_runs_of_a_fix_are_kept_beside_its_plan(
         assert str(Path(str(kept.value)).parent) == str(folder)
 
 
-def test_a_plan_without_changes_says_so(
-    flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_without_changes_says_so(flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("plan.yaml").write_text("plan: 1\nchanges: []\n")
     code, _, err = flatout_says("run", "--quiet", "--plan", "plan.yaml", "--", "true")
@@ -200,9 +182,7 @@ def test_a_second_ctrl_c_is_exit_code_130(flatout_says: Run, monkeypatch: pytest
 
 
 def test_once_as_json_on_this_machine() -> None:
-    done = subprocess.run(
-        [*FLATOUT, "top", "--once", "--json", "-"], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([*FLATOUT, "top", "--once", "--json", "-"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     reading = json.loads(done.stdout)
     assert reading["record"] == "top-reading"
@@ -253,9 +233,7 @@ def test_a_signal_ends_it_with_the_summary(tmp_path: Path, signal_number: signal
     assert list((tmp_path / "run").glob("*.summary.json"))
 
 
-@pytest.mark.parametrize(
-    "modules", ["flatout.cli", "flatout.top.top_command, flatout.top.view", "flatout.trace"]
-)
+@pytest.mark.parametrize("modules", ["flatout.cli", "flatout.top.top_command, flatout.top.view", "flatout.trace"])
 def test_the_read_side_leaves_torch_alone(modules: str) -> None:
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
@@ -278,9 +256,7 @@ def test_a_reading_needs_neither_torch_nor_textual() -> None:
         (None, False),
     ],
 )
-def test_a_plan_with_changes_is_not_replaced_by_one_without(
-    tmp_path: Path, text: str | None, stays: bool
-) -> None:
+def test_a_plan_with_changes_is_not_replaced_by_one_without(tmp_path: Path, text: str | None, stays: bool) -> None:
     path = tmp_path / "flatout-plan.yaml"
     if text is not None:
         path.write_text(text)
@@ -296,15 +272,10 @@ def test_an_older_plan_with_changes_is_kept_under_another_name(
     undone = Plan(tried=(Outcome(change=one, verdict="undone", note="no gain"),))
     for plan in (Plan(), undone):
         save_plan(plan, path, has_gains=True)
-        assert (
-            capsys.readouterr().err
-            == f"flatout: there is no change in {path}: with it the command runs as it is\n"
-        )
+        assert capsys.readouterr().err == f"flatout: there is no change in {path}: with it the command runs as it is\n"
     save_plan(Plan(changes=(one,)), path, has_gains=True)
     assert not older.exists()
-    save_plan(
-        Plan(changes=(Change(name="pin_memory", value=True, safety="identical"),)), path, has_gains=True
-    )
+    save_plan(Plan(changes=(Change(name="pin_memory", value=True, safety="identical"),)), path, has_gains=True)
     assert [change.name for change in Plan.load(older).changes] == ["loader"]
     assert capsys.readouterr().err == f"flatout: the plan that was in {path} is in {older} now\n"
 
@@ -317,14 +288,10 @@ def test_a_full_disk_leaves_the_older_plan_and_shows_what_was_found(
 ) -> None:
     """GIVEN a plan that somebody has edited WHEN the disk is full THEN it is as it was, and the new one is printed."""
     path = tmp_path / "plan.yaml"
-    path.write_text(
-        before := "plan: 1\nchanges:\n- {name: num_workers, value: 3, safety: reseeded}  # mine\n"
-    )
+    path.write_text(before := "plan: 1\nchanges:\n- {name: num_workers, value: 3, safety: reseeded}  # mine\n")
     change = Change(name="pin_memory", value=True, safety="identical")
     tried = Attempt(outcome=Outcome(change=change, verdict="kept"))
-    monkeypatch.setattr(
-        "flatout.fix.fix_command.fix", lambda *_, **__: FixResult(kept=(change,), attempts=[tried])
-    )
+    monkeypatch.setattr("flatout.fix.fix_command.fix", lambda *_, **__: FixResult(kept=(change,), attempts=[tried]))
     with full_disk():
         code, out, err = flatout_says("fix", "--out", path, "true")
     assert path.read_text() == before
@@ -359,9 +326,7 @@ def test_a_full_disk_leaves_the_older_results(flatout_says: Run, tmp_path: Path,
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_leaves_the_older_summary_of_top(
-    flatout_says: Run, tmp_path: Path, full_disk: Full
-) -> None:
+def test_a_full_disk_leaves_the_older_summary_of_top(flatout_says: Run, tmp_path: Path, full_disk: Full) -> None:
     path = tmp_path / "summary.json"
     path.write_text("older")
     with full_disk():

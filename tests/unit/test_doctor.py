@@ -179,10 +179,7 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch,
     assert broken.problem == "ImportError: libcudart.so.99: cannot open shared object file"
     assert with_torch("import os; os._exit(3)").problem == "exit code 3"
     monkeypatch.setattr(doctor, "TORCH_WITHIN_S", 0.3)
-    assert (
-        with_torch("import threading; threading.Event().wait()").problem
-        == "importing torch took more than 0.3 s"
-    )
+    assert with_torch("import threading; threading.Event().wait()").problem == "importing torch took more than 0.3 s"
 
 
 def test_the_command_on_this_machine() -> None:

@@ -41,10 +41,7 @@ def test_a_reader_that_has_left_does_not_cost_the_exit_code(closed: str, recorde
 def test_nor_does_a_closed_stream_and_the_command_finds_it_closed(without: str, recorded: str) -> None:
     seen = "exec 3> open; for n in 0 1 2; do [ -e /proc/$$/fd/$n ] && echo $n >&3; done; "
     shell = f'exec "$@" {without}'
-    assert (
-        subprocess.run(["sh", "-c", shell, "sh", *WORDS, "sh", "-c", seen + recorded], check=False).returncode
-        == 5
-    )
+    assert subprocess.run(["sh", "-c", shell, "sh", *WORDS, "sh", "-c", seen + recorded], check=False).returncode == 5
     there = [str(n) for n, name in enumerate(("<&-", ">&-", "2>&-")) if name not in without.split()]
     assert Path("open").read_text().split() == there
 

@@ -29,8 +29,7 @@ def test_no_count_of_samples_is_printed_with_a_plural_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(14134.6, "14,130"), (0.371249, "0.3712"), (1_413_000, "1,413,000"), (9.5, "9.5"), (0, "0")],
+    ("value", "text"), [(14134.6, "14,130"), (0.371249, "0.3712"), (1_413_000, "1,413,000"), (9.5, "9.5"), (0, "0")]
 )
 def test_numbers_are_written_to_four_digits_without_exponents(value: float, text: str) -> None:
     assert in_full(value) == text

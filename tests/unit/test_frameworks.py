@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from flatout.engine.datasets import ChainedEpochs
@@ -35,13 +29,10 @@ def test_a_package_has_one_entry() -> None:
 
 
 def test_the_framework_is_the_one_that_calls_or_whose_loader_it_is() -> None:
-    assert (
-        framework_of("torch.utils.data.dataloader", "/x/transformers/trainer.py".endswith) == "transformers"
-    )
+    assert framework_of("torch.utils.data.dataloader", "/x/transformers/trainer.py".endswith) == "transformers"
     assert framework_of("accelerate.data_loader", "/x/transformers/trainer.py".endswith) == "transformers"
     assert framework_of("accelerate.data_loader", "train.py".endswith) == "accelerate"
     assert (
-        framework_of("torch.utils.data.dataloader", "/x/lightning/pytorch/trainer/trainer.py".endswith)
-        == "lightning"
+        framework_of("torch.utils.data.dataloader", "/x/lightning/pytorch/trainer/trainer.py".endswith) == "lightning"
     )
     assert framework_of("torch.utils.data.dataloader", "train.py".endswith) is None

@@ -47,10 +47,7 @@ def test_what_differs_between_bare_runs_is_no_difference() -> None:
     [
         ({"exit": 1}, "exit code 1"),
         ({"exit": None}, "exit code None"),
-        (
-            {"lines": ["step 1 loss 0.5 after 1.25", "step 2 loss 0.26 after 2.5"]},
-            "output: line 2: step 2 loss 0.26",
-        ),
+        ({"lines": ["step 1 loss 0.5 after 1.25", "step 2 loss 0.26 after 2.5"]}, "output: line 2: step 2 loss 0.26"),
         ({"lines": ["step 1 loss 0.5 after 1.25"]}, "output: 1 lines, not 2"),
         ({"lines": [*BARE.lines, "a warning"]}, "output: 3 lines, not 2"),
         ({"files": BARE.files | {"repo/model.pt": ["9999"]}}, "files: repo/model.pt"),
@@ -88,10 +85,7 @@ def test_times_are_hidden_and_losses_are_not() -> None:
 
 
 def test_of_outputs_of_unequal_length_what_they_share_is_compared() -> None:
-    bare = [
-        replace(BARE, lines=["loss 0.5", "waiting"]),
-        replace(BARE, lines=["loss 0.5", "waiting", "waiting"]),
-    ]
+    bare = [replace(BARE, lines=["loss 0.5", "waiting"]), replace(BARE, lines=["loss 0.5", "waiting", "waiting"])]
     assert differences(replace(BARE, lines=["waiting", "loss 0.5"]), bare) == []
     assert differences(replace(BARE, lines=["waiting", "loss 0.6"]), bare) == ["output: without loss 0.5"]
 
@@ -103,9 +97,7 @@ def test_where_several_processes_write_the_words_count_in_any_order() -> None:
         replace(BARE, unordered=True, lines=lines_of(ranks, text))
         for text in ("rank 0 loss 0.5\nrank 1 loss 0.25\n", "rank 1 loss 0.25rank 0 loss 0.5\n\n")
     ]
-    assert (
-        differences(replace(bare[0], lines=lines_of(ranks, "rank 0 rank 1loss 0.25\nloss 0.5")), bare) == []
-    )
+    assert differences(replace(bare[0], lines=lines_of(ranks, "rank 0 rank 1loss 0.25\nloss 0.5")), bare) == []
     assert differences(replace(bare[0], lines=lines_of(ranks, "rank 0 rank 1loss 0.25\nloss 0.6")), bare) == [
         "output: without 0.5"
     ]

@@ -27,18 +27,7 @@ PAGES = [
     ROOT / "benchmarks" / "NOTEBOOK.md",
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-READ_SIDE = (
-    "cli",
-    "trace",
-    "model",
-    "top",
-    "doctor",
-    "diagnose",
-    "check",
-    "fix",
-    "report",
-    "launch.launcher",
-)
+READ_SIDE = ("cli", "trace", "model", "top", "doctor", "diagnose", "check", "fix", "report", "launch.launcher")
 
 
 def test_the_public_names_are_these() -> None:
@@ -73,9 +62,7 @@ def test_what_runs_in_a_training_process_imports_torch_and_the_standard_library_
         imported = imports_of(name)
         waiting |= {one for one in imported if one.startswith("flatout.")} - seen
         tops = (
-            {one.partition(".")[0] for one in imported}
-            - sys.stdlib_module_names
-            - {"flatout", "flatout_hook", "torch"}
+            {one.partition(".")[0] for one in imported} - sys.stdlib_module_names - {"flatout", "flatout_hook", "torch"}
         )
         foreign += [f"{name} imports {top}" for top in sorted(tops)]
     assert "flatout.feed.packing" in seen
@@ -95,9 +82,7 @@ def imports_of(name: str) -> set[str]:
             found.add(statement.module)
             if statement.module.startswith("flatout"):
                 names = [f"{statement.module}.{alias.name}" for alias in statement.names]
-                found |= {
-                    one for one in names if (ROOT / "src" / one.replace(".", "/")).with_suffix(".py").exists()
-                }
+                found |= {one for one in names if (ROOT / "src" / one.replace(".", "/")).with_suffix(".py").exists()}
     return found
 
 
@@ -110,11 +95,7 @@ def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("elsewhere")
 def test_elsewhere_what_needs_linux_says_so_in_one_line(flatout_says: Callable[..., Any]) -> None:
-    verbs = {
-        command.name or command.callback.__name__
-        for command in cli.app.registered_commands
-        if command.callback
-    }
+    verbs = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
     for verb in sorted(verbs - {"top", "doctor", "report", "compare"}):
         said = f"flatout: flatout {verb} is Linux only; flatout top, doctor, report and compare work here\n"
         assert flatout_says(verb, "train.py") == (2, "", said)
@@ -141,9 +122,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         assert target.exists(), f"{page.name} links to {link}"
         if place:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-            places = {
-                re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
-            }
+            places = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
             assert place in places, f"{page.name} links to {link}"
 
 
@@ -167,24 +146,15 @@ WRITES = re.compile(
 )
 MAY_WRITE_OTHERWISE = {  # how often at most, and why
     "files.py": (2, "it is how all others write"),
-    "trace/writer.py": (
-        2,
-        "a stream: a recording grows while the training runs, and ends with how that ended",
-    ),
+    "trace/writer.py": (2, "a stream: a recording grows while the training runs, and ends with how that ended"),
     "inside/loaders.py": (1, "a stream: each loader worker appends to it"),
-    "engine/run_folder.py": (
-        3,
-        "streams: a row each time the losses are read; into the file that files.py has opened",
-    ),
+    "engine/run_folder.py": (3, "streams: a row each time the losses are read; into the file that files.py has opened"),
     "top/top_command.py": (
         1,
         "a stream: a row a sample; whether it can be written is tried before anything is measured",
     ),
     "launch/launcher.py": (1, "a stream: what the command of a trial prints"),
-    "inside/weights.py": (
-        1,
-        "renamed when it is whole; it goes with the proof, and the disk would hold training up",
-    ),
+    "inside/weights.py": (1, "renamed when it is whole; it goes with the proof, and the disk would hold training up"),
     "fix/fix_command.py": (1, "a lock"),
     "fix/journal.py": (2, "a lock; and a folder, copied under another name and then renamed"),
     "inside/redirect.py": (99, "what a script writes in a trial, on its way to elsewhere"),
@@ -210,14 +180,10 @@ def test_the_tree_of_the_architecture_is_the_tree() -> None:
     drawn = text[text.index("src/flatout/\n") : text.index("workloads/  ")]
     rooms = dict(re.findall(r"^  (\w+)(?:/|\.py) +((?:.*\n)(?: {10,}.*\n)*)", drawn, re.MULTILINE))
     package = ROOT / "src" / "flatout"
-    here = {
-        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
+    here = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert rooms.keys() | {"__main__"} == here
     for room in filter(lambda name: (package / name).is_dir(), rooms):
-        files = {path.stem for path in (package / room).rglob("*.py")} | {
-            path.name for path in package.rglob("*/")
-        }
+        files = {path.stem for path in (package / room).rglob("*.py")} | {path.name for path in package.rglob("*/")}
         outside = set(re.findall(r"\b([a-z_]+_[a-z_]+)\b", rooms[room])) - files
         assert not outside, f"ARCHITECTURE.md names {outside} in {room}/"
 
@@ -249,12 +215,7 @@ STILL_THERE: dict[str, int] = {}
 def _text_files() -> list[Path]:
     """What a person reads, but for this list and the story of the workload called stock."""
     folders = [ROOT / name for name in ("src", "docs", "tests", "benchmarks", "workloads")]
-    files = [
-        path
-        for folder in folders
-        for path in folder.rglob("*")
-        if path.suffix in (".py", ".md", ".yaml", ".js")
-    ]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".yaml", ".js")]
     skipped = (Path(__file__), ROOT / "workloads" / "stock", ROOT / "workloads" / "README.md")
     return [path for path in [*files, *PAGES] if not any(path.is_relative_to(skip) for skip in skipped)]
 

@@ -49,9 +49,7 @@ def test_a_text_that_would_hold_up_or_end_the_process_is_one_line(name: str) -> 
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("read", [Plan.load, load_config])
-def test_plans_and_training_configs_are_read_that_way(
-    tmp_path: Path, read: Callable[[Path], Any], name: str
-) -> None:
+def test_plans_and_training_configs_are_read_that_way(tmp_path: Path, read: Callable[[Path], Any], name: str) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(BAD[name][0])
     with pytest.raises(UsageError) as raised:

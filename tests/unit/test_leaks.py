@@ -56,23 +56,8 @@ def test_each_kind_of_leak_is_found(tmp_path: Path) -> None:
     quick = CONFTEST.read_text(encoding="utf-8").replace("LEAVE_S = 5.0", "LEAVE_S = 0.2")
     (tmp_path / "conftest.py").write_text(quick, encoding="utf-8")
     (tmp_path / "test_leaking.py").write_text(LEAKS, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
     assert "7 passed, 5 errors" in out, out
-    for leak in (
-        "left a thread behind",
-        "left processes behind",
-        "left shared memory behind",
-        "['FLATOUT_LEAK']",
-    ):
+    for leak in ("left a thread behind", "left processes behind", "left shared memory behind", "['FLATOUT_LEAK']"):
         assert leak in out

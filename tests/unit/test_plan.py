@@ -16,9 +16,7 @@ from flatout.model.plan import Change, Figure, Outcome, Plan, Safety
 
 PLAN = Plan(
     changes=(
-        Change(
-            name="loader.workers", value=8, safety="reseeded", note="the GPU waits for data 42% of the time"
-        ),
+        Change(name="loader.workers", value=8, safety="reseeded", note="the GPU waits for data 42% of the time"),
         Change(name="precision", value="off", safety="equivalent"),
     )
 )
@@ -49,9 +47,7 @@ def test_the_file_explains_itself(tmp_path: Path) -> None:
     PLAN.save(path)
     text = path.read_text()
     assert all(f"#   {name} " in text for name in get_args(Safety))
-    assert (
-        "- name: loader.workers\n  value: 8\n  safety: reseeded\n  note: the GPU waits for data 42%" in text
-    )
+    assert "- name: loader.workers\n  value: 8\n  safety: reseeded\n  note: the GPU waits for data 42%" in text
 
 
 @given(st.lists(changes, max_size=3, unique_by=lambda change: change.name).map(tuple))
@@ -134,8 +130,6 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
 
 def test_an_outcome_holds_what_was_measured_and_cannot_be_altered() -> None:
     before, after = (Figure(median=ms, spread=0.1, n=100, unit="ms") for ms in (10.0, 6.0))
-    outcome = Outcome(
-        change=PLAN.changes[0], verdict="kept", before=before, after=after, proof="the same batches"
-    )
+    outcome = Outcome(change=PLAN.changes[0], verdict="kept", before=before, after=after, proof="the same batches")
     with pytest.raises(dataclasses.FrozenInstanceError):
         outcome.verdict = "undone"  # type: ignore[misc]

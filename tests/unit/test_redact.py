@@ -35,12 +35,8 @@ PLACES: dict[str, Callable[[Planted], str]] = {
     "option=value": lambda one: in_command("train.py", f"--{one.name}={one.value}"),
     "NAME=value command": lambda one: in_command("env", f"{one.name}={one.value}", "python", "train.py"),
     "override": lambda one: in_command("train.py", f"+data.{one.name}={one.value}"),
-    "shell": lambda one: in_command(
-        "bash", "-c", f"cd /x && {one.name}={shlex.quote(one.value)} python train.py"
-    ),
-    "option in a shell": lambda one: in_command(
-        "bash", "-c", f"python t.py --{one.name} {shlex.quote(one.value)}"
-    ),
+    "shell": lambda one: in_command("bash", "-c", f"cd /x && {one.name}={shlex.quote(one.value)} python train.py"),
+    "option in a shell": lambda one: in_command("bash", "-c", f"python t.py --{one.name} {shlex.quote(one.value)}"),
     "JSON argument": lambda one: in_command("--config", json.dumps({one.name: one.value})),
     "header": lambda one: in_command("curl", "-H", f"{one.name}: {one.value}"),
     "setting": lambda one: in_setting({"lr": 0.1, one.name: one.value}),
@@ -51,9 +47,7 @@ PLACES: dict[str, Callable[[Planted], str]] = {
     "first of two": lambda one: in_setting({"variables": [f"{one.name}={one.value}", "A=1"]}),
     "first of two words": lambda one: in_command(f"--{one.name}={one.value}", "a"),
     "first of two headers": lambda one: in_setting({"headers": [f"{one.name}: {one.value}", "A: 1"]}),
-    "command in a setting": lambda one: in_setting(
-        {"run": f"python t.py --{one.name} {shlex.quote(one.value)}"}
-    ),
+    "command in a setting": lambda one: in_setting({"run": f"python t.py --{one.name} {shlex.quote(one.value)}"}),
     "path": lambda one: in_setting({one.name: Path(one.value)}),
     "exception": lambda one: redact_text(f"ValueError: cannot log in with {one.name}={one.value}"),
     "repr": lambda one: redact_text(repr({one.name: one.value, "lr": 0.1})),
@@ -84,30 +78,8 @@ def test_there_are_200_look_alikes_and_60_spellings() -> None:
 
 
 def test_what_stands_beside_a_secret_comes_out() -> None:
-    command = (
-        "python",
-        "-u",
-        "train.py",
-        "--api-key",
-        "abc",
-        "--lr",
-        "0.1",
-        "--user",
-        "me:abc",
-        "--out=runs",
-    )
-    hidden = (
-        "python",
-        "-u",
-        "train.py",
-        "--api-key",
-        HIDDEN,
-        "--lr",
-        "0.1",
-        "--user",
-        f"me:{HIDDEN}",
-        "--out=runs",
-    )
+    command = ("python", "-u", "train.py", "--api-key", "abc", "--lr", "0.1", "--user", "me:abc", "--out=runs")
+    hidden = ("python", "-u", "train.py", "--api-key", HIDDEN, "--lr", "0.1", "--user", f"me:{HIDDEN}", "--out=runs")
     assert redact_command(command) == hidden
     url = "postgres://me:abc@db:5432/runs"
     assert redact_setting("", {"db": {"url": url, "pool": 5}}) == {
@@ -161,20 +133,12 @@ def test_what_programs_say_otherwise_is_left_alone(text: str) -> None:
 
 
 def test_a_folder_called_secrets_is_no_secret() -> None:
-    for command in (
-        ["/me/secrets/bin/python3", "train.py"],
-        ["ls", "/me/secrets/day=3/part"],
-        ["/me/auth/run", "x"],
-    ):
+    for command in (["/me/secrets/bin/python3", "train.py"], ["ls", "/me/secrets/day=3/part"], ["/me/auth/run", "x"]):
         assert redact_command(command) == tuple(command)
 
 
 def test_lists_of_names_are_left_alone() -> None:
-    values = {
-        "columns": ["token", "pos"],
-        "roles": ["key", "value", "query"],
-        "names": ["image_key", "label_key"],
-    }
+    values = {"columns": ["token", "pos"], "roles": ["key", "value", "query"], "names": ["image_key", "label_key"]}
     assert redact_setting("", values) == values
     assert redact_setting("", [["password", "abc"], ["user", "me"]]) == [["password", HIDDEN], ["user", "me"]]
 
@@ -221,9 +185,7 @@ def test_the_tail_of_a_key_is_hidden_too() -> None:
 
 @pytest.mark.parametrize("secret", SECRETS, ids=lambda one: one.name)
 def test_what_is_hidden_stays_as_it_is_when_hidden_again(secret: Planted) -> None:
-    once = redact_command(
-        ["t.py", f"--{secret.name}={secret.value}", f"--{secret.name}", secret.value, secret.value]
-    )
+    once = redact_command(["t.py", f"--{secret.name}={secret.value}", f"--{secret.name}", secret.value, secret.value])
     assert redact_command(once) == once
 
 
@@ -252,7 +214,5 @@ def test_a_long_text_of_any_kind_is_gone_through_once() -> None:
 
 def test_it_is_cheap_to_import() -> None:
     script = "import sys, flatout.redact; print(*sys.modules)"
-    modules = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    ).stdout.split()
+    modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "numpy", "yaml", "json", "asyncio"} & set(modules)

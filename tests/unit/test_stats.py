@@ -17,9 +17,7 @@ PROMISED = 0.05
 TOO_MANY = 31
 
 
-def steps_ms(
-    draw: random.Random, count: int = 400, *, around: float = 100.0, stalls: float = 0.0
-) -> list[float]:
+def steps_ms(draw: random.Random, count: int = 400, *, around: float = 100.0, stalls: float = 0.0) -> list[float]:
     """Step times whose noise lasts for about five steps, and of which a share are stalls of three to ten steps."""
     noise, times = draw.gauss(0, 1), []
     for _ in range(count):
@@ -37,9 +35,7 @@ def measured(times_ms: Sequence[float]) -> Measured:
 def test_equal_runs_are_called_different_as_seldom_as_promised(stalls: float) -> None:
     draw = random.Random(34)
     verdicts = [
-        gain(
-            [measured(steps_ms(draw, stalls=stalls))], [measured(steps_ms(draw, stalls=stalls))], ONE_RUN
-        ).verdict
+        gain([measured(steps_ms(draw, stalls=stalls))], [measured(steps_ms(draw, stalls=stalls))], ONE_RUN).verdict
         for _ in range(PAIRS)
     ]
     wrong = PAIRS - verdicts.count("no difference shown")
@@ -53,9 +49,7 @@ def test_equal_runs_that_differ_by_the_machine_are_called_different_as_seldom(ru
     draw = random.Random(35)
 
     def side() -> list[Measured]:
-        return [
-            measured(steps_ms(draw, 100, around=100 * math.exp(draw.gauss(0, 0.02)))) for _ in range(runs)
-        ]
+        return [measured(steps_ms(draw, 100, around=100 * math.exp(draw.gauss(0, 0.02)))) for _ in range(runs)]
 
     wrong = 0
     for _ in range(PAIRS):
@@ -94,9 +88,7 @@ def test_a_third_more_is_a_gain_though_two_runs_as_it_was_are_a_seventh_apart() 
     noise = RunNoise.seen_in([before])
     assert gain(before, [ran(592.0)], noise).low > 1
     assert gain(before, [ran(500.0)], noise).low < 1
-    assert (
-        gain([ran(447.0)], [ran(592.0)], RunNoise.seen_in([])).low > 1.15
-    )  # nothing seen yet: a usual machine
+    assert gain([ran(447.0)], [ran(592.0)], RunNoise.seen_in([])).low > 1.15  # nothing seen yet: a usual machine
 
 
 def test_runs_that_agree_are_believed_though_their_steps_come_in_a_pattern() -> None:
@@ -114,8 +106,7 @@ def test_runs_that_agree_are_believed_though_their_steps_come_in_a_pattern() -> 
 
 
 @pytest.mark.parametrize(
-    ("freedom", "student"),
-    [(1, 12.71), (2, 4.30), (7, 2.36), (9, 2.26), (14, 2.14), (30, 2.04), (math.inf, 1.96)],
+    ("freedom", "student"), [(1, 12.71), (2, 4.30), (7, 2.36), (9, 2.26), (14, 2.14), (30, 2.04), (math.inf, 1.96)]
 )
 def test_the_width_of_an_interval_is_students(freedom: float, student: float) -> None:
     assert half_width([(1.0, freedom)]) == pytest.approx(student, abs=0.015)

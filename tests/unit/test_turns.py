@@ -54,10 +54,7 @@ def test_a_change_that_costs_is_not_kept() -> None:
 
 def test_a_round_has_both_sides_twice_in_balanced_order() -> None:
     chance = random.Random(0)
-    assert {order_of_a_round(chance) for _ in range(50)} == {
-        (True, False, False, True),
-        (False, True, True, False),
-    }
+    assert {order_of_a_round(chance) for _ in range(50)} == {(True, False, False, True), (False, True, True, False)}
 
 
 def test_a_burst_in_one_round_does_not_decide() -> None:

@@ -143,9 +143,7 @@ def test_the_seed_decides_every_byte_of_the_data(data: Callable[[str], Path], tm
 
 
 def test_a_training_without_its_data_says_how_to_make_it(data: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(
-        Refused, match=r"no gray data at .*python -m workloads.gray.make --size small --out .*/none"
-    ):
+    with pytest.raises(Refused, match=r"no gray data at .*python -m workloads.gray.make --size small --out .*/none"):
         require(tmp_path / "none", "gray")
     with pytest.raises(Refused, match=r"holds the data of gray, not of stock: .* workloads.stock.make"):
         require(data("gray"), "stock")
@@ -165,9 +163,7 @@ def test_the_benchmark_measures_every_variant(data: Callable[[str], Path], tmp_p
     (tmp_path / "gray-tiny").symlink_to(data("gray"))
     out = tmp_path / "results.json"
     flags = ("--data", tmp_path, "--size", "tiny", "--out", out, "--seconds", "0.6", "--device", "cpu")
-    ended = run(
-        "python", "benchmarks/workloads.py", "gray", *flags, "--", "--width", "4", "--batch-size", "16"
-    )
+    ended = run("python", "benchmarks/workloads.py", "gray", *flags, "--", "--width", "4", "--batch-size", "16")
     assert ended.returncode == 0, ended.stderr
     gray = json.loads(out.read_text())["workloads"]["gray"]
     assert list(gray["variants"]) == ["before", "by hand", "before ceiling", "by hand ceiling", "supply"]

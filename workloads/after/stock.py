@@ -14,11 +14,7 @@ class Slices(Windows):
     def __getitem__(self, index):
         stock, day = self.windows[index]
         window = self.features[stock][day - WINDOW + 1 : day + 1]
-        return (
-            torch.from_numpy((window - self.means[stock]) / self.stds[stock]),
-            stock,
-            self.returns[stock][day],
-        )
+        return torch.from_numpy((window - self.means[stock]) / self.stds[stock]), stock, self.returns[stock][day]
 
 
 def data(root, train):

@@ -21,9 +21,7 @@ from workloads.pictures import Field, Picture, developed, scene
 RECIPES = {
     "tiny": Recipe(items=8, bytes_each=20_000, facts={"sheet": 8, "val": 2, "height": 40, "width": 80}),
     "small": Recipe(items=60, bytes_each=125_000, facts={"sheet": 20, "val": 6, "height": 80, "width": 160}),
-    "full": Recipe(
-        items=6_400, bytes_each=400_000, facts={"sheet": 20, "val": 128, "height": 160, "width": 320}
-    ),
+    "full": Recipe(items=6_400, bytes_each=400_000, facts={"sheet": 20, "val": 128, "height": 160, "width": 320}),
 }
 
 

@@ -54,9 +54,7 @@ class SliderDataset(Dataset):
         self.rows = []
         for sheet in sheets:
             with (self.root / "labels" / f"{sheet:04}.csv").open() as file:
-                self.rows += [
-                    (row["file"], int(row["piece_x"]), int(row["notch_x"])) for row in csv.DictReader(file)
-                ]
+                self.rows += [(row["file"], int(row["piece_x"]), int(row["notch_x"])) for row in csv.DictReader(file)]
 
     def __len__(self):
         return len(self.rows)
@@ -144,9 +142,7 @@ def main():
     train_set = SliderDataset(cfg.data, range(train_sheets))
     val_set = SliderDataset(cfg.data, range(train_sheets, facts["items"]))
     if cfg.batch_size * world > len(train_set):
-        raise Refused(
-            f"--batch-size {cfg.batch_size} x {world} is more than the {len(train_set)} training pictures"
-        )
+        raise Refused(f"--batch-size {cfg.batch_size} x {world} is more than the {len(train_set)} training pictures")
     if world > 1:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -178,16 +174,11 @@ def main():
     if rank == 0:
         parameters = sum(parameter.numel() for parameter in net.parameters()) / 1e6
         print(f"{parameters:.2f} M parameters, {len(train_set)} pictures, batch {cfg.batch_size} x {world}")
-        print(
-            f"amp {cfg.amp}, compile {cfg.compile_model}, tf32 {cfg.tf32}, cudnn.benchmark {cfg.cudnn_benchmark}"
-        )
+        print(f"amp {cfg.amp}, compile {cfg.compile_model}, tf32 {cfg.tf32}, cudnn.benchmark {cfg.cudnn_benchmark}")
 
     def validate_and_save(epoch):
         if rank == 0:
-            print(
-                f"epoch {epoch}  val error {slide_error(net, val_loader, device, use_bf16):.2f} px",
-                flush=True,
-            )
+            print(f"epoch {epoch}  val error {slide_error(net, val_loader, device, use_bf16):.2f} px", flush=True)
             Path(cfg.out).mkdir(parents=True, exist_ok=True)
             state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, Path(cfg.out) / "last.pt")

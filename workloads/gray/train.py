@@ -26,9 +26,7 @@ from workloads.making import Refused, clear_errors, require
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="data/gray")
     parser.add_argument("--out", default="runs/gray")
     parser.add_argument("--epochs", type=int, default=20)
@@ -86,9 +84,7 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.skip = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.skip = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x):
         y = F.relu(self.bn1(self.conv1(x)))
@@ -145,9 +141,7 @@ def main():
     train_set = Stamps(args.data, manifest["classes"], train=True)
     val_set = Stamps(args.data, manifest["classes"], train=False)
     if args.batch_size * world > len(train_set):
-        raise Refused(
-            f"--batch-size {args.batch_size} x {world} is more than the {len(train_set)} training images"
-        )
+        raise Refused(f"--batch-size {args.batch_size} x {world} is more than the {len(train_set)} training images")
     sampler = DistributedSampler(train_set, seed=args.seed) if world > 1 else None
     options = {
         "batch_size": args.batch_size,
@@ -161,9 +155,7 @@ def main():
 
     model = net = StampNet(len(manifest["classes"]), args.width).to(device)
     if world > 1:
-        model = nn.parallel.DistributedDataParallel(
-            net, device_ids=[device] if device.type == "cuda" else None
-        )
+        model = nn.parallel.DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -180,9 +172,7 @@ def main():
             dist.barrier()
 
     if args.resident:
-        resident = [
-            (images.to(device), labels.to(device)) for images, labels in itertools.islice(train_loader, 4)
-        ]
+        resident = [(images.to(device), labels.to(device)) for images, labels in itertools.islice(train_loader, 4)]
 
     step, last = 0, min(args.max_steps or math.inf, args.epochs * len(train_loader))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=last)
@@ -190,9 +180,7 @@ def main():
     for epoch in range(1, args.epochs + 1):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        batches = (
-            itertools.islice(itertools.cycle(resident), len(train_loader)) if args.resident else train_loader
-        )
+        batches = itertools.islice(itertools.cycle(resident), len(train_loader)) if args.resident else train_loader
         for images, labels in batches:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             loss = F.cross_entropy(model(images), labels)

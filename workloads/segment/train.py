@@ -145,9 +145,7 @@ def mean_iou(model, loader, device, cfg, classes):
         images, masks = to_device(batch, device, cfg)
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp):
             found = model(images).argmax(dim=1)
-        table += torch.bincount((masks * classes + found).flatten(), minlength=classes**2).view(
-            classes, classes
-        )
+        table += torch.bincount((masks * classes + found).flatten(), minlength=classes**2).view(classes, classes)
     model.train()
     hit = table.diag()
     return (hit / (table.sum(0) + table.sum(1) - hit).clamp(min=1)).mean().item()
@@ -164,9 +162,7 @@ def main():
     train_set = PhotoDataset(cfg.data, names[: -facts["val"]], cfg)
     val_set = PhotoDataset(cfg.data, names[-facts["val"] :])
     if cfg.batch_size * world > len(train_set):
-        raise Refused(
-            f"--batch-size {cfg.batch_size} x {world} is more than the {len(train_set)} training pictures"
-        )
+        raise Refused(f"--batch-size {cfg.batch_size} x {world} is more than the {len(train_set)} training pictures")
     if world > 1:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

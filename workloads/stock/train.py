@@ -28,9 +28,7 @@ WINDOW = 60  # days
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="data/stock")
     parser.add_argument("--out", default="runs/stock")
     parser.add_argument("--epochs", type=int, default=10)
@@ -140,9 +138,7 @@ def main():
     train_set = Windows(stocks, 0, history, history)
     val_set = Windows(stocks, history, manifest["days"], history)
     if args.batch_size * world > len(train_set):
-        raise Refused(
-            f"--batch-size {args.batch_size} x {world} is more than the {len(train_set)} training windows"
-        )
+        raise Refused(f"--batch-size {args.batch_size} x {world} is more than the {len(train_set)} training windows")
     sampler = DistributedSampler(train_set, seed=args.seed) if world > 1 else None
     options = {
         "batch_size": args.batch_size,
@@ -157,9 +153,7 @@ def main():
     net = Forecast(len(stocks), manifest["features"], args.hidden, args.layers, args.embedding).to(device)
     model = net
     if world > 1:
-        model = nn.parallel.DistributedDataParallel(
-            net, device_ids=[device] if device.type == "cuda" else None
-        )
+        model = nn.parallel.DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -175,9 +169,7 @@ def main():
     for epoch in range(1, args.epochs + 1):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        batches = (
-            itertools.islice(itertools.cycle(resident), len(train_loader)) if args.resident else train_loader
-        )
+        batches = itertools.islice(itertools.cycle(resident), len(train_loader)) if args.resident else train_loader
         for batch in batches:
             windows, which, returns = to_device(batch)
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):

@@ -24,11 +24,7 @@ MOTIONS = {
     "swell": (60, 190, 190),
 }
 FRAMES_A_SECOND = 25
-X264 = {
-    "preset": "veryfast",
-    "crf": "23",
-    "x264-params": "cpu-independent=1",
-}  # the last: the same bytes every time
+X264 = {"preset": "veryfast", "crf": "23", "x264-params": "cpu-independent=1"}  # the last: the same bytes every time
 GRAIN_ROOM = 32
 
 

@@ -69,9 +69,7 @@ def decode(path, threads):
             stream.codec_context.thread_count = threads
             convert = VideoReformatter()
             options = {"format": "rgb24"} | ({"threads": threads} if THREADED_CONVERSION else {})
-            return np.stack(
-                [convert.reformat(frame, **options).to_ndarray() for frame in container.decode(stream)]
-            )
+            return np.stack([convert.reformat(frame, **options).to_ndarray() for frame in container.decode(stream)])
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise Refused(f"{path} cannot be decoded: {getattr(error, 'strerror', error)}") from None
 
@@ -231,9 +229,7 @@ def main():
     train_set = ClipDataset(files[: -facts["val"]], facts["classes"], cfg, train=True)
     val_set = ClipDataset(files[-facts["val"] :], facts["classes"], cfg, train=False)
     if cfg.batch_size * world > len(train_set):
-        raise Refused(
-            f"--batch-size {cfg.batch_size} x {world} is more than the {len(train_set)} training videos"
-        )
+        raise Refused(f"--batch-size {cfg.batch_size} x {world} is more than the {len(train_set)} training videos")
     if world > 1:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

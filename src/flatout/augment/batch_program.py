@@ -92,9 +92,7 @@ class BatchProgram:
         return len(self.columns) - len(_DERIVED)
 
     @staticmethod
-    def build(
-        steps: Sequence[PlacedOperation], size: Size, channels: int, *, nearest: bool = False
-    ) -> BatchProgram:
+    def build(steps: Sequence[PlacedOperation], size: Size, channels: int, *, nearest: bool = False) -> BatchProgram:
         """Lay out the draws and fold the sizes for pictures of `size`."""
         columns: list[str] = []
         table: list[tuple[float, ...]] = []
@@ -119,9 +117,7 @@ class BatchProgram:
                 now = after
             elif isinstance(operation, Point):
                 if operation.colour:
-                    require(
-                        channels in (1, 3), f"channels for {type(operation).__name__}", "1 or 3", channels
-                    )
+                    require(channels in (1, 3), f"channels for {type(operation).__name__}", "1 or 3", channels)
                 if not (operation.colour and channels == 1):
                     points.append((operation, range(column, len(columns))))
         kinds = {type(step.operation) for step in steps}
@@ -155,9 +151,7 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
         name = type(operation).__name__
         # Flips and point operations may change places.
         if isinstance(operation, Geometry) and not isinstance(operation, HFlip) and seen:
-            raise ValueError(
-                f"{name} must stand before {type(seen[0]).__name__}: geometry is done first, in one go"
-            )
+            raise ValueError(f"{name} must stand before {type(seen[0]).__name__}: geometry is done first, in one go")
         if isinstance(operation, Point):
             if not isinstance(operation, Erase) and any(isinstance(o, Normalize) for o in seen):
                 raise ValueError(f"{name} must stand before Normalize: it takes values from 0 to 1")
@@ -166,9 +160,7 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
     for step in numbered[min(turns, default=0) : max(turns, default=0)]:
         if isinstance(step.operation, (Crop, ResizedCrop)):
             name = type(step.operation).__name__
-            raise ValueError(
-                f"{name} must not stand between two of Rotate and Affine: put it before or after both"
-            )
+            raise ValueError(f"{name} must not stand between two of Rotate and Affine: put it before or after both")
     return tuple(numbered)
 
 
@@ -182,9 +174,7 @@ def _narrows(steps: Sequence[PlacedOperation], place: int) -> int:
     return int(isinstance(operation, ResizedCrop) or (isinstance(operation, Crop) and later))
 
 
-def _rows(
-    step: PlacedOperation, column: int, drawn: tuple[Draw, ...] | BoxDraw
-) -> Iterator[tuple[float, ...]]:
+def _rows(step: PlacedOperation, column: int, drawn: tuple[Draw, ...] | BoxDraw) -> Iterator[tuple[float, ...]]:
     """The table's rows for one operation: is it a box, slot, gate, word, column, p; then the numbers of the draw."""
     p = step.operation.probability
     if isinstance(drawn, BoxDraw):
@@ -228,9 +218,7 @@ def draw(program: BatchProgram, index: Tensor, epoch: int, seed: int) -> Tensor:
 
 def _draw_box(on: Tensor, attempts: list[list[Tensor]], numbers: list[float]) -> list[Tensor]:
     """Top, left, height and width of the first attempt that fits."""
-    area, area_span, ratio, ratio_span, most_height, most_width, within_height, within_width, *fallback = (
-        numbers
-    )
+    area, area_span, ratio, ratio_span, most_height, most_width, within_height, within_width, *fallback = numbers
     box = [torch.full_like(on, value, dtype=torch.float64) for value in fallback]
     for u in attempts:
         size, shape = area + area_span * u[0], torch.exp(ratio + ratio_span * u[1])
@@ -254,14 +242,8 @@ def _fold(program: BatchProgram, numbers: list[Tensor], nothing: Tensor) -> list
         d, e, f = d * p + e * s, d * q + e * t, d * r + e * u + f
         if fold.narrows:
             across, down = (c, c + a * fold.new_width), (f, f + e * fold.new_height)
-            left, right = (
-                torch.maximum(left, torch.minimum(*across)),
-                torch.minimum(right, torch.maximum(*across)),
-            )
-            top, bottom = (
-                torch.maximum(top, torch.minimum(*down)),
-                torch.minimum(bottom, torch.maximum(*down)),
-            )
+            left, right = torch.maximum(left, torch.minimum(*across)), torch.minimum(right, torch.maximum(*across))
+            top, bottom = torch.maximum(top, torch.minimum(*down)), torch.minimum(bottom, torch.maximum(*down))
     return [a, b, c, d, e, f, *_pixel_box(left, right, top, bottom)]
 
 
@@ -289,10 +271,7 @@ def _affine(drawn: list[Tensor], middle_x: Tensor, middle_y: Tensor) -> tuple[Te
     angle, right, down, scale, shear_x, shear_y = drawn[:6]
     turn, lean_x, lean_y = (torch.deg2rad(value) for value in (angle, shear_x, shear_y))
     along, across = torch.cos(turn - lean_y) / torch.cos(lean_y), torch.sin(turn - lean_y) / torch.cos(lean_y)
-    p, q = (
-        (torch.cos(turn) - across * torch.tan(lean_x)) / scale,
-        (torch.sin(turn) + along * torch.tan(lean_x)) / scale,
-    )
+    p, q = (torch.cos(turn) - across * torch.tan(lean_x)) / scale, (torch.sin(turn) + along * torch.tan(lean_x)) / scale
     s, t = -across / scale, along / scale
     x, y = middle_x + right, middle_y + down
     return p, q, middle_x - p * x - q * y, s, t, middle_y - s * x - t * y
@@ -342,21 +321,14 @@ def _read_pixels(
     inside = (x >= left) & (x < right) & (y >= top) & (y < bottom)
     height, width = program.size
     place = (y.clamp(0, height - 1) * width + x.clamp(0, width - 1)).flatten(2)
-    taken = (
-        source.flatten(2)
-        .gather(2, place.expand(-1, source.shape[1], -1))
-        .view(*source.shape[:2], *x.shape[2:])
-    )
+    taken = source.flatten(2).gather(2, place.expand(-1, source.shape[1], -1)).view(*source.shape[:2], *x.shape[2:])
     return taken.masked_fill(~inside, fill), inside
 
 
 def _sample(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Tensor:
     x, y = _places(program, rows)
     if program.sampling == "pixel":
-        return (
-            _read_pixels(program, images, rows, (x + 0.5).floor().long(), (y + 0.5).floor().long(), fill)[0]
-            / 255
-        )
+        return _read_pixels(program, images, rows, (x + 0.5).floor().long(), (y + 0.5).floor().long(), fill)[0] / 255
     a, b, _, d, e, _ = rows[:, program.matrix_column :, None, None, None].unbind(1)[:6]
     reach_x = reach_y = torch.ones_like(a)
     if program.sampling == "tent":
@@ -367,9 +339,7 @@ def _sample(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> T
     for i in range(int(max(high, default=0))):
         for j in range(int(max(wide, default=0))):
             at_x, at_y = first_x + j, first_y + i
-            tap = (1 - (at_x - x).abs() / reach_x).clamp(min=0) * (1 - (at_y - y).abs() / reach_y).clamp(
-                min=0
-            )
+            tap = (1 - (at_x - x).abs() / reach_x).clamp(min=0) * (1 - (at_y - y).abs() / reach_y).clamp(min=0)
             pixels, inside = _read_pixels(program, images, rows, at_x.long(), at_y.long(), fill)
             if not program.filled:
                 tap = tap * inside

@@ -122,9 +122,7 @@ class KernelPlan:
         for constants in self.passes:
             if constants is self.passes[-1]:
                 size = (n, self.channels, height, width)
-                sink = torch.empty(
-                    size, dtype=self.dtype, device=images.device, memory_format=self.memory_format
-                )
+                sink = torch.empty(size, dtype=self.dtype, device=images.device, memory_format=self.memory_format)
             elif not constants["STORE"]:
                 sink = rows
             elif self.packed:
@@ -151,18 +149,10 @@ class KernelPlan:
         return sink
 
 
-def _passes(
-    program: BatchProgram, gather: int, channels: int, packed: bool
-) -> tuple[list[dict[str, Any]], int]:
+def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> tuple[list[dict[str, Any]], int]:
     """The launches, and how many sums they take between them."""
     passes: list[dict[str, Any]] = []
-    source: dict[str, Any] = {
-        "SOURCE": gather,
-        "PACKED_SOURCE": False,
-        "RADIUS": 0,
-        "SIGMA": 0,
-        "TILE": GATHER,
-    }
+    source: dict[str, Any] = {"SOURCE": gather, "PACKED_SOURCE": False, "RADIUS": 0, "SIGMA": 0, "TILE": GATHER}
     if gather == PIXEL.value:
         source["TILE"] = STREAM
     buffer = {"SOURCE": BUFFER.value, "PACKED_SOURCE": packed, "RADIUS": 0, "SIGMA": 0, "TILE": STREAM}

@@ -52,12 +52,7 @@ class Operation:
     """Base of all; a field `p` is the probability that a sample gets it."""
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.probability <= 1,
-            f"{type(self).__name__}.p",
-            "a probability from 0 to 1",
-            self.probability,
-        )
+        require(0 <= self.probability <= 1, f"{type(self).__name__}.p", "a probability from 0 to 1", self.probability)
         self.draws(_ANY_SIZE)  # says what is wrong with the arguments
 
     @property
@@ -77,14 +72,7 @@ def require(ok: bool, what: str, expected: str, got: object) -> None:
 
 
 def between(
-    name: str,
-    what: str,
-    value: float | Interval,
-    *,
-    around: float | None,
-    low: float,
-    high: float,
-    neutral: float,
+    name: str, what: str, value: float | Interval, *, around: float | None, low: float, high: float, neutral: float
 ) -> Draw:
     """Draw between a pair; a number stands for that much either side of `around`, or for itself if that is None."""
     if not isinstance(value, (int, float)):
@@ -159,16 +147,9 @@ class Crop(Geometry):
     def draws(self, size: Size) -> tuple[Draw, ...]:
         require(self.padding >= 0, "Crop.padding", "≥ 0", self.padding)
         room = [have + 2 * self.padding - new for have, new in zip(size, self.out_size(size), strict=True)]
-        require(
-            min(room) >= 0,
-            "Crop.size",
-            f"at most {size[0]}×{size[1]}, the picture, and its padding",
-            self.size,
-        )
+        require(min(room) >= 0, "Crop.size", f"at most {size[0]}×{size[1]}, the picture, and its padding", self.size)
         if self.center:
-            return Draw("top", round(room[0] / 2) - self.padding), Draw(
-                "left", round(room[1] / 2) - self.padding
-            )
+            return Draw("top", round(room[0] / 2) - self.padding), Draw("left", round(room[1] / 2) - self.padding)
         top = Draw("top", -self.padding, room[0] + 1, whole=True)
         return top, Draw("left", -self.padding, room[1] + 1, whole=True)
 
@@ -423,9 +404,7 @@ class Noise(Point):
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         sigma, key_low, key_high = drawn
-        pixel = (
-            torch.arange(x[0, 0].numel(), device=x.device).view(1, 1, *x.shape[2:]).expand(len(x), -1, -1, -1)
-        )
+        pixel = torch.arange(x[0, 0].numel(), device=x.device).view(1, 1, *x.shape[2:]).expand(len(x), -1, -1, -1)
         words = philox(pixel, 0, key_low.long() + (key_high.long() << 24))
         grain = torch.cat(normal(words[0], words[1]) + normal(words[2], words[3]), 1)
         return (x + sigma * grain[:, : x.shape[1]]).clamp(0, 1)
@@ -468,12 +447,7 @@ class Blur(Point):
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
         require(self.kernel_size % 2 == 1, "Blur.kernel_size", "odd", self.kernel_size)
-        require(
-            0 <= self.radius < min(size),
-            "Blur.kernel_size",
-            f"1 to {2 * min(size) - 1} here",
-            self.kernel_size,
-        )
+        require(0 <= self.radius < min(size), "Blur.kernel_size", f"1 to {2 * min(size) - 1} here", self.kernel_size)
         return (between("sigma", "Blur.sigma", self.sigma, around=None, low=0.001, high=1000, neutral=0),)
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
@@ -485,9 +459,7 @@ class Blur(Point):
         for axis, margins in ((2, (0, 0, radius, radius)), (3, (radius, radius, 0, 0))):
             padded = torch.nn.functional.pad(x, margins, mode="reflect")
             shifted = (padded.narrow(axis, i, x.shape[axis]) for i in range(self.kernel_size))
-            x = torch.stack(
-                [w[..., None] * part for w, part in zip(weights.unbind(-1), shifted, strict=True)]
-            ).sum(0)
+            x = torch.stack([w[..., None] * part for w, part in zip(weights.unbind(-1), shifted, strict=True)]).sum(0)
         return x
 
 

@@ -57,12 +57,8 @@ class Augment(nn.Module):
         super().__init__()
         require(0 <= seed < 2**63, "seed", "from 0 to 2⁶³ − 1", seed)
         require(dtype in _DTYPES, "dtype", "float32, float16 or bfloat16", dtype)
-        require(
-            layout in (None, "NCHW", "NHWC"), "layout", "NCHW, NHWC or None, to tell by the shape", layout
-        )
-        require(
-            interpolation in ("bilinear", "nearest"), "interpolation", "bilinear or nearest", interpolation
-        )
+        require(layout in (None, "NCHW", "NHWC"), "layout", "NCHW, NHWC or None, to tell by the shape", layout)
+        require(interpolation in ("bilinear", "nearest"), "interpolation", "bilinear or nearest", interpolation)
         require(0 <= fill <= 255, "fill", "from 0 to 255", fill)
         self.operations = tuple(operations)
         self.seed, self.dtype, self.channels_last, self.layout = seed, dtype, channels_last, layout
@@ -123,9 +119,7 @@ class Augment(nn.Module):
     def _program(self, images: Tensor, training: bool) -> BatchProgram:
         key = (*images.shape[1:], training)
         if key not in self._programs:
-            steps = [
-                step for step in self._steps if training or isinstance(step.operation, (Resize, Normalize))
-            ]
+            steps = [step for step in self._steps if training or isinstance(step.operation, (Resize, Normalize))]
             channels, height, width = map(int, images.shape[1:])
             nearest = self.interpolation == "nearest"
             self._programs[key] = BatchProgram.build(steps, (height, width), channels, nearest=nearest)
@@ -145,10 +139,7 @@ class Augment(nn.Module):
     def _channels_first(self, images: Tensor) -> Tensor:
         """NHWC or NCHW as a view in NCHW."""
         require(
-            isinstance(images, Tensor) and images.dtype == torch.uint8,
-            "images",
-            "a uint8 tensor",
-            _described(images),
+            isinstance(images, Tensor) and images.dtype == torch.uint8, "images", "a uint8 tensor", _described(images)
         )
         shape = tuple(images.shape)
         first = len(shape) == 4 and 1 <= shape[1] <= 4 and self.layout != "NHWC"
@@ -170,9 +161,7 @@ class Minimal(Augment):
         std: Sequence[float] = IMAGENET_STD,
         **options: Any,
     ) -> None:
-        require(
-            size is None or isinstance(size, (int, tuple, list)), "size", "a number or (height, width)", size
-        )
+        require(size is None or isinstance(size, (int, tuple, list)), "size", "a number or (height, width)", size)
         if isinstance(size, int):
             size = size, size
         resize = [] if size is None else [Resize(size)]
@@ -202,9 +191,7 @@ class Schedule(nn.Module):
 
     def __init__(self, stages: Mapping[int, Augment]) -> None:
         super().__init__()
-        require(
-            bool(stages) and min(stages) == 0, "stages", "a mapping whose first epoch is 0", sorted(stages)
-        )
+        require(bool(stages) and min(stages) == 0, "stages", "a mapping whose first epoch is 0", sorted(stages))
         self.starts = sorted(stages)
         self.stages = nn.ModuleList(stages[start] for start in self.starts)
 
@@ -212,9 +199,7 @@ class Schedule(nn.Module):
         """The augmentation of that epoch."""
         return cast(Augment, self.stages[sum(start <= epoch for start in self.starts) - 1])
 
-    def forward(
-        self, images: Tensor, masks: Tensor | None = None, *, epoch: int = 0, **arguments: Any
-    ) -> Any:
+    def forward(self, images: Tensor, masks: Tensor | None = None, *, epoch: int = 0, **arguments: Any) -> Any:
         """As `Augment.forward`, by the stage of this epoch."""
         return self.at(epoch)(images, masks, epoch=epoch, **arguments)
 
@@ -254,9 +239,7 @@ def _run(
         rows = draw(program, index, epoch, augment.seed) if params is None else params
         out = batch_program.apply(program, images, rows, augment.fill)
         out = out.to(augment.dtype, memory_format=augment._memory_format)
-        out_masks = (
-            None if planes is None else batch_program.apply_masks(program, planes, rows, augment.mask_fill)
-        )
+        out_masks = None if planes is None else batch_program.apply_masks(program, planes, rows, augment.mask_fill)
     if masks is None or out_masks is None:
         return [out, rows.new_empty(0), rows]
     if masks.dim() == 3:
@@ -266,12 +249,7 @@ def _run(
 
 def _empty(augment: Augment, images: Tensor, masks: Tensor | None, program: BatchProgram) -> list[Tensor]:
     """Tensors of the right kinds with nothing in them yet."""
-    (n, channels), size, device, layout = (
-        images.shape[:2],
-        program.out_size,
-        images.device,
-        augment._memory_format,
-    )
+    (n, channels), size, device, layout = images.shape[:2], program.out_size, images.device, augment._memory_format
     out = torch.empty((n, channels, *size), dtype=augment.dtype, device=device, memory_format=layout)
     rows = torch.empty(n, len(program.columns), device=device)
     if masks is None:
@@ -312,12 +290,7 @@ def _checked_index(index: Tensor | None, images: Tensor, needed: bool) -> Tensor
     if index is None and not needed:
         return torch.zeros(n, dtype=torch.int64, device=images.device)
     whole = isinstance(index, Tensor) and not index.dtype.is_floating_point and tuple(index.shape) == (n,)
-    require(
-        whole,
-        "index",
-        f"a tensor of {n} whole numbers, the images' places in the data set",
-        _described(index),
-    )
+    require(whole, "index", f"a tensor of {n} whole numbers, the images' places in the data set", _described(index))
     return cast(Tensor, index).to(images.device, torch.int64, non_blocking=True)
 
 

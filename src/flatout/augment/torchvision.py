@@ -70,9 +70,7 @@ def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
             _refuse(name, "scale=True expected: values go from 0 to 1")
         return []
     if name == "RandomApply":
-        inner = [
-            operation for part in _flat(list(transform.transforms)) for operation in _one(part, notes, fills)
-        ]
+        inner = [operation for part in _flat(list(transform.transforms)) for operation in _one(part, notes, fills)]
         if len(inner) != 1 or not hasattr(inner[0], "p"):
             _refuse(name, "exactly one transform with a probability expected in it")
         changed: Any = inner[0]
@@ -84,9 +82,7 @@ def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
             _refuse(name, f"{attribute}={getattr(transform, attribute)!r} is not supported")
     _check_interpolation(name, transform, notes)
     if name == "ColorJitter":
-        notes.append(
-            "ColorJitter: always in the order brightness, contrast, saturation, hue; torchvision shuffles it"
-        )
+        notes.append("ColorJitter: always in the order brightness, contrast, saturation, hue; torchvision shuffles it")
     fill = getattr(transform, "fill", None)
     if isinstance(fill, (list, tuple)) and len(set(fill)) == 1:
         fill = fill[0]
@@ -105,9 +101,7 @@ def _check_interpolation(name: str, transform: Any, notes: list[str]) -> None:
     way = getattr(transform, "interpolation", None)
     way = getattr(way, "value", way)
     if way in ("nearest", 0) and name in ("RandomRotation", "RandomAffine"):
-        notes.append(
-            f"{name}: bilinear, where torchvision takes the nearest pixel, as interpolation='nearest' does"
-        )
+        notes.append(f"{name}: bilinear, where torchvision takes the nearest pixel, as interpolation='nearest' does")
     elif way not in (None, "bilinear", 2):
         _refuse(name, f"interpolation {way} is not supported, bilinear is")
 
@@ -145,9 +139,7 @@ def _crop(t: Any) -> Operation:
 
 
 def _jitter(t: Any) -> Operation:
-    amounts: dict[str, Any] = {
-        name: getattr(t, name) for name in ("brightness", "contrast", "saturation", "hue")
-    }
+    amounts: dict[str, Any] = {name: getattr(t, name) for name in ("brightness", "contrast", "saturation", "hue")}
     return ColorJitter(**_as_tuples(amounts))
 
 

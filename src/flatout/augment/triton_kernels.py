@@ -15,11 +15,7 @@ from .batch_program import ATTEMPTS, TABLE_WIDTH
 
 # --- the row of a sample ---
 
-_HFLIP, _VFLIP, _CROP = (
-    tl.constexpr(ops.HFlip.kind),
-    tl.constexpr(ops.VFlip.kind),
-    tl.constexpr(ops.Crop.kind),
-)
+_HFLIP, _VFLIP, _CROP = tl.constexpr(ops.HFlip.kind), tl.constexpr(ops.VFlip.kind), tl.constexpr(ops.Crop.kind)
 _RESIZE, _RESIZED_CROP = tl.constexpr(ops.Resize.kind), tl.constexpr(ops.ResizedCrop.kind)
 _ROTATE = tl.constexpr(ops.Rotate.kind)
 _ATTEMPTS, _TABLE_WIDTH = tl.constexpr(ATTEMPTS), tl.constexpr(TABLE_WIDTH)
@@ -247,14 +243,8 @@ def _bilinear(
         else:
             x0, x1 = _within(column, left, right), _within(column + 1, left, right)
             y0, y1 = _within(row, top, bottom), _within(row + 1, top, bottom)
-            p00, p01 = (
-                source + (y0 * STRIDES[1] + x0 * STRIDES[2]),
-                source + (y0 * STRIDES[1] + x1 * STRIDES[2]),
-            )
-            p10, p11 = (
-                source + (y1 * STRIDES[1] + x0 * STRIDES[2]),
-                source + (y1 * STRIDES[1] + x1 * STRIDES[2]),
-            )
+            p00, p01 = source + (y0 * STRIDES[1] + x0 * STRIDES[2]), source + (y0 * STRIDES[1] + x1 * STRIDES[2])
+            p10, p11 = source + (y1 * STRIDES[1] + x0 * STRIDES[2]), source + (y1 * STRIDES[1] + x1 * STRIDES[2])
         if INSIDE or not FILLED:
             m00, m01, m10, m11, other = None, None, None, None, None
         else:
@@ -291,9 +281,7 @@ def _tent(
     for i in range(tl.ceil(2 * reach_y).to(tl.int32)):
         for j in range(tl.ceil(2 * reach_x).to(tl.int32)):
             at_x, at_y = first_x + j, first_y + i
-            tap = tl.maximum(1 - tl.abs(at_x - x) / reach_x, 0.0) * tl.maximum(
-                1 - tl.abs(at_y - y) / reach_y, 0.0
-            )
+            tap = tl.maximum(1 - tl.abs(at_x - x) / reach_x, 0.0) * tl.maximum(1 - tl.abs(at_y - y) / reach_y, 0.0)
             column, row = at_x.to(tl.int32), at_y.to(tl.int32)
             inside = (column >= left) & (column < right) & (row >= top) & (row < bottom)
             if not FILLED:
@@ -428,9 +416,7 @@ def _apply(px, x, y, row, sums, n, OUT: tl.constexpr, POINTS: tl.constexpr):
             px = _hue(px, tl.load(first))
         elif POINTS[i][0] == GAMMA:
             gamma = tl.load(first)
-            px = [
-                tl.where(value > 0, tl.exp2(gamma * tl.log2(tl.maximum(value, 1e-38))), 0.0) for value in px
-            ]
+            px = [tl.where(value > 0, tl.exp2(gamma * tl.log2(tl.maximum(value, 1e-38))), 0.0) for value in px]
         elif POINTS[i][0] == GRAYSCALE:
             on, value_of_all = tl.load(first) > 0, _gray(px)
             px = [tl.where(on, value_of_all, value) for value in px]
@@ -441,9 +427,7 @@ def _apply(px, x, y, row, sums, n, OUT: tl.constexpr, POINTS: tl.constexpr):
             px = _noisy(px, x, y, tl.load(first), tl.load(first + 1), tl.load(first + 2), OUT[1])
         elif POINTS[i][0] == ERASE:
             top, left = tl.load(first), tl.load(first + 1)
-            inside = (
-                (y >= top) & (y < top + tl.load(first + 2)) & (x >= left) & (x < left + tl.load(first + 3))
-            )
+            inside = (y >= top) & (y < top + tl.load(first + 2)) & (x >= left) & (x < left + tl.load(first + 3))
             px = [tl.where(inside, POINTS[i][2], value) for value in px]
         elif POINTS[i][0] == NORMALIZE:
             new = ()
@@ -505,9 +489,7 @@ def _gathered(
             px = px + (value.to(tl.float32) * (1 / 255),)
     elif SOURCE == TENT:
         reach_x, reach_y = tl.maximum(tl.sqrt(a * a + b * b), 1.0), tl.maximum(tl.sqrt(d * d + e * e), 1.0)
-        px = _tent(
-            source, from_x, from_y, reach_x, reach_y, left, top, right, bottom, C, STRIDES, FILLED, FILL
-        )
+        px = _tent(source, from_x, from_y, reach_x, reach_y, left, top, right, bottom, C, STRIDES, FILLED, FILL)
     else:
         # a matrix is linear: if the corners of the tile stay clear of the edges, so does all between them
         low_x = corner_x + tl.minimum(a * (TILE[0] - 1), 0.0) + tl.minimum(b * (TILE[1] - 1), 0.0)
@@ -583,11 +565,7 @@ def pass_kernel(
             _store_quads(sink, px, y * OUT[1] + x, live)
         else:
             for channel in tl.static_range(C):
-                tl.store(
-                    sink + (place + channel * OUT_STRIDES[0]),
-                    px[channel].to(sink.dtype.element_ty),
-                    mask=live,
-                )
+                tl.store(sink + (place + channel * OUT_STRIDES[0]), px[channel].to(sink.dtype.element_ty), mask=live)
 
 
 @triton.jit

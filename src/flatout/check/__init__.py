@@ -28,9 +28,7 @@ __all__ = ["FAIL", "NOT_APPLICABLE", "OK", "WARN", "Checklist", "Line", "Trainin
 def check(script: Path | None, *, flags: tuple[str, ...], config: Path | None, gpus: Gpus) -> Checklist:
     """Look over a training on this machine; `flags` are the script's own."""
     if script is not None and (is_folder(script) or script.suffix in (".sh", ".json", ".yaml", ".yml")):
-        raise UsageError(
-            f"{script} is no Python script; a config goes with --config, the script's flags after --"
-        )
+        raise UsageError(f"{script} is no Python script; a config goes with --config, the script's flags after --")
     try:
         return look_over(Training(budget.measure(), visible_gpus(gpus, os.environ), script, flags, config))
     except RecursionError:
@@ -49,15 +47,9 @@ def look_over(training: Training) -> Checklist:
     """All checks on a training."""
     lines = {subject: look(training) for subject, look in CHECKS.items()}
     files = [str(file.path) for file in training.script.files]
-    if (
-        files
-        and not training.loops
-        and not training.script.packages & {"torch", "torchvision", "flatout", *RUN_LOOPS}
-    ):
+    if files and not training.loops and not training.script.packages & {"torch", "torchvision", "flatout", *RUN_LOOPS}:
         reason = f"no PyTorch training was found in {', '.join(files + training.script.not_read)}"
-        lines["training"] = Line(
-            status=WARN, reason=reason, fix="name the script that holds the training loop"
-        )
+        lines["training"] = Line(status=WARN, reason=reason, fix="name the script that holds the training loop")
     if training.config is not None:
         files.append(str(training.config))
     return Checklist(looked_at=tuple(files), lines=tuple(_finished(*one) for one in lines.items()))

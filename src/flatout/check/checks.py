@@ -12,16 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flatout.check.script import (
-    Node,
-    calls_in,
-    evaluates,
-    last_name,
-    loops_around,
-    parents,
-    runs_every_time,
-    where,
-)
+from flatout.check.script import Node, calls_in, evaluates, last_name, loops_around, parents, runs_every_time, where
 from flatout.check.training import KnownValue, Training, folded, is_setting, setting_path
 from flatout.model.changes import is_on
 from flatout.model.formatting import count_of
@@ -32,9 +23,7 @@ OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "fail", "n/a"
 _SMALL_SHM = 128 << 20  # a container gets 64 MiB unless it is given more
 _MANY_WORKERS = 8
 _IDLE = "hardware.idle-gpus"
-_SHOWS = re.compile(
-    r"^(print|logger|logging|log|wandb|tqdm|console|json|yaml|pprint|str|repr|format|add_argument)$"
-)
+_SHOWS = re.compile(r"^(print|logger|logging|log|wandb|tqdm|console|json|yaml|pprint|str|repr|format|add_argument)$")
 _PRECISION = ("precision", "fp16", "trainer_precision")
 _HAS_ITS_OWN_CONFIG = "Accelerator"  # `accelerate config` may ask for bf16
 
@@ -120,17 +109,8 @@ def _workers(training: Training) -> Line | None:
 
 def _shared_memory(training: Training) -> Line | None:
     """/dev/shm against the batches that wait in it: workers × prefetch_factor."""
-    budget, workers, ahead = (
-        training.budget,
-        training.option("num_workers"),
-        training.option("prefetch_factor"),
-    )
-    if (
-        not workers.is_number()
-        or workers.what == 0
-        or budget.shm_bytes is None
-        or budget.shm_free_bytes is None
-    ):
+    budget, workers, ahead = training.budget, training.option("num_workers"), training.option("prefetch_factor")
+    if not workers.is_number() or workers.what == 0 or budget.shm_bytes is None or budget.shm_free_bytes is None:
         return None
     waiting = int(workers.what * (ahead.what if ahead.is_number() else 2) * budget.ranks_on_node)
     mib = budget.shm_free_bytes / max(waiting, 1) / 2**20
@@ -152,18 +132,14 @@ def _pin_memory(training: Training) -> Line | None:
             reason += ", where non_blocking=True has no effect"
         return _warn(reason, pinned.where, fix=pinned.set_to(True), code="copy.pageable")
     if training.is_complete and not overlapped:
-        reason = (
-            f"{pinned.name} is on, but nothing is copied with non_blocking=True: the host waits for each copy"
-        )
+        reason = f"{pinned.name} is on, but nothing is copied with non_blocking=True: the host waits for each copy"
         return _warn(reason, pinned.where, fix=".to(device, non_blocking=True)", code="copy.blocking")
     return _ok(f"{pinned.name} is on", pinned.where)
 
 
 def _persistent_workers(training: Training) -> Line | None:
     kept, workers = training.option("persistent_workers"), training.option("num_workers")
-    one_epoch = training.setting("epochs").what == 1 or (
-        training.loader is not None and not training.has_epochs
-    )
+    one_epoch = training.setting("epochs").what == 1 or (training.loader is not None and not training.has_epochs)
     if not kept.known or not workers.is_number() or one_epoch:
         return None
     if workers.what == 0 or kept.what:
@@ -179,17 +155,13 @@ def _loader_in_loop(training: Training) -> Line | None:
     for loop in loops_around(loader):
         if loop in training.loops.values() and runs_every_time(loader, loop):
             reason = "the DataLoader is built again every epoch, and its workers are started again"
-            return _warn(
-                reason, where(loader), fix=f"build it once, above {where(loop)}", code="data.worker-start"
-            )
+            return _warn(reason, where(loader), fix=f"build it once, above {where(loop)}", code="data.worker-start")
     return _ok("built once", where(loader))
 
 
 def _set_epoch(training: Training) -> Line | None:
     samplers = [call for call in training.script.calls("DistributedSampler") if not evaluates(call)]
-    shuffling = [
-        call for call in samplers if (training.argument(call, "shuffle", 3) or KnownValue(True)).what is True
-    ]
+    shuffling = [call for call in samplers if (training.argument(call, "shuffle", 3) or KnownValue(True)).what is True]
     called = training.script.calls("set_epoch")
     if shuffling and called:
         return _ok("called", where(called[0]))
@@ -222,9 +194,7 @@ def _misspelled(training: Training) -> Line | None:
     for setting in training.settings.about(*_PRECISION):
         reads = _reads(training, setting.name)
         compared = [node.around for node in reads if isinstance(node.around, ast.Compare)]
-        constants = [
-            node.value for one in compared for node in ast.walk(one) if isinstance(node, ast.Constant)
-        ]
+        constants = [node.value for one in compared for node in ast.walk(one) if isinstance(node, ast.Constant)]
         words = [word for word in constants if isinstance(word, str) and is_on(word) and word != setting.name]
         if not words or not is_on(setting.what) or setting.what in constants or len(compared) < len(reads):
             continue
@@ -266,9 +236,7 @@ def _asked_of_framework(training: Training) -> Line | None:
     options_of = {name: options for one in imported for name, options in one.precision.items()}
     for call in training.script.calls(*options_of):
         name = last_name(call.func)
-        given = [
-            value for option in options_of[name] if (value := training.argument(call, option)) is not None
-        ]
+        given = [value for option in options_of[name] if (value := training.argument(call, option)) is not None]
         known = [value for value in given if value.known]
         for value in known:
             if is_on(value.what):
@@ -295,9 +263,7 @@ def _reads(training: Training, name: str) -> list[Node]:
         reading = node if isinstance(node, ast.Attribute) else node.around
         if setting_path(reading)[:1] == ["torch"]:
             continue  # torch.amp is no setting
-        user = next(
-            (one for one in (reading, *parents(reading)) if isinstance(one, ast.Call | ast.stmt)), None
-        )
+        user = next((one for one in (reading, *parents(reading)) if isinstance(one, ast.Call | ast.stmt)), None)
         names = re.findall(r"\w+", ast.unparse(user.func)) if isinstance(user, ast.Call) else []
         if not any(map(_SHOWS.match, names)):
             reads.append(reading)
@@ -373,9 +339,7 @@ def _kept_graphs(training: Training) -> Line | None:
     """`losses.append(loss)` and `total += loss`: each step's graph stays for as long as the list or the sum."""
     for loop in training.loops:
         losses = _losses(loop)
-        begun = {
-            name for node, stored, _ in _assigned(loop) if isinstance(node, ast.Assign) for name in stored
-        }
+        begun = {name for node, stored, _ in _assigned(loop) if isinstance(node, ast.Assign) for name in stored}
         for node in ast.walk(loop):
             match node:
                 case (
@@ -384,9 +348,7 @@ def _kept_graphs(training: Training) -> Line | None:
                 ) if not _names(kept) & (begun | losses) and not _without_grad(node):
                     with_graph = losses & _names(what, until=(*_HOST, "detach", "data"))
                     if with_graph:
-                        reason = (
-                            f"{ast.unparse(node)} keeps the graph of every step: memory and step times grow"
-                        )
+                        reason = f"{ast.unparse(node)} keeps the graph of every step: memory and step times grow"
                         fix = f"{min(with_graph)}.detach()"
                         return _warn(reason, where(node), fix=fix, code="drift.slower")
     return None
@@ -394,18 +356,13 @@ def _kept_graphs(training: Training) -> Line | None:
 
 def _without_grad(node: Node) -> bool:
     blocks = [one for one in parents(node) if isinstance(one, ast.With)]
-    return any(
-        last_name(call.func) == "no_grad" for one in blocks for item in one.items for call in calls_in(item)
-    )
+    return any(last_name(call.func) == "no_grad" for one in blocks for item in one.items for call in calls_in(item))
 
 
 def _assigned(loop: Node) -> Iterator[tuple[Node, set[str], set[str]]]:
     """The assignments in a loop: the names each stores to, and the names that go into its value."""
     for node in ast.walk(loop):
-        if (
-            isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr)
-            and node.value is not None
-        ):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             stored = {name for target in targets for name in _names(target)} - {"self"}
             yield node, stored, _names(node.value)
@@ -442,10 +399,7 @@ def _names(node: Node, *, until: tuple[str, ...] = _HOST) -> set[str]:
             return {name}
         case ast.Attribute(attr=name) | ast.Call(func=ast.Attribute(attr=name)) if name in until:
             return set()
-        case (
-            ast.Lambda()
-            | ast.Call(func=ast.Name(id="len" | "float" | "int" | "bool" | "isinstance" | "type"))
-        ):
+        case ast.Lambda() | ast.Call(func=ast.Name(id="len" | "float" | "int" | "bool" | "isinstance" | "type")):
             return set()
         case ast.Subscript(value=value):
             return _names(value, until=until)  # the index does not go into the value

@@ -28,9 +28,7 @@ class SourceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         text, self.cells = read_notebook(path) if path.suffix == ".ipynb" else (text_of(path), [])
-        self.nodes: list[Node] = sorted(
-            ast.walk(self._parse(text)), key=lambda node: getattr(node, "lineno", 0)
-        )
+        self.nodes: list[Node] = sorted(ast.walk(self._parse(text)), key=lambda node: getattr(node, "lineno", 0))
         self.imports: list[str] = []
         self.assigned: dict[str, Node] = {}  # the value of `name = value`
         self.times_bound: Counter[str] = Counter()
@@ -85,12 +83,7 @@ class Script:
         """Read an imported module, or the one that a name was imported from, if it is the user's own."""
         parts = module.split(".")
         stems = [folder.joinpath(*names) for names in (parts, parts[:-1]) if names for folder in folders]
-        paths = [
-            path
-            for stem in stems
-            for path in (stem.with_suffix(".py"), stem / "__init__.py")
-            if is_file(path)
-        ]
+        paths = [path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py") if is_file(path)]
         if not paths or any(paths[0].samefile(file.path) for file in self.files):
             return
         try:
@@ -157,9 +150,7 @@ def loops_around(node: Node) -> list[Node]:
 
 def calls_in(node: Node) -> list[ast.Call]:
     """The calls inside a node, line by line."""
-    return sorted(
-        (part for part in ast.walk(node) if isinstance(part, ast.Call)), key=lambda call: call.lineno
-    )
+    return sorted((part for part in ast.walk(node) if isinstance(part, ast.Call)), key=lambda call: call.lineno)
 
 
 def evaluates(call: ast.Call) -> bool:
@@ -174,10 +165,7 @@ def evaluates(call: ast.Call) -> bool:
 
 def find_loops(script: Script) -> dict[Node, Node]:
     """Every loop over batches that trains, or function that trains on one; and the loop over epochs around it."""
-    places = [
-        next(iter(loops_around(call)), function_of(call))
-        for call in script.calls("backward", "manual_backward")
-    ]
+    places = [next(iter(loops_around(call)), function_of(call)) for call in script.calls("backward", "manual_backward")]
     places += [node for node in script.nodes if getattr(node, "name", "") == "training_step"]
     return {place: _epoch_loop(script, place) for place in places if place is not None}
 

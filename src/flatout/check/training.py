@@ -17,17 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flatout.check.script import (
-    Node,
-    Script,
-    argument,
-    evaluates,
-    find_loops,
-    last_name,
-    only_value,
-    parents,
-    where,
-)
+from flatout.check.script import Node, Script, argument, evaluates, find_loops, last_name, only_value, parents, where
 from flatout.model.changes import pattern_of
 from flatout.model.formatting import as_typed
 from flatout.model.frameworks import FRAMEWORKS, RUN_LOOPS
@@ -37,9 +27,7 @@ from flatout.trace import GpuSample
 
 Gpus = tuple[GpuSample, ...] | None  # None where no driver answers
 # What people call the object that holds their settings.
-_HOLDER = re.compile(
-    r"_*(args?|opts?|options|cfg|conf(ig)?s?|settings|flags|hparams|params)\d?", re.IGNORECASE
-)
+_HOLDER = re.compile(r"_*(args?|opts?|options|cfg|conf(ig)?s?|settings|flags|hparams|params)\d?", re.IGNORECASE)
 # The options of a DataLoader that matter here: place and default.
 _OPTIONS: dict[str, tuple[int | None, object]] = {
     "batch_size": (1, 1),
@@ -103,12 +91,7 @@ class Training:
     """One training before it starts. Without a script, only its config and the machine are known."""
 
     def __init__(
-        self,
-        budget: Budget,
-        gpus: Gpus,
-        path: Path | None,
-        flags: tuple[str, ...] = (),
-        config: Path | None = None,
+        self, budget: Budget, gpus: Gpus, path: Path | None, flags: tuple[str, ...] = (), config: Path | None = None
     ) -> None:
         self.budget, self.gpus, self.path, self.config = budget, gpus, path, config
         self.script = Script(path)
@@ -165,10 +148,7 @@ class Training:
         match node:
             case ast.Constant(value=what):
                 return KnownValue(what, where(node))
-            case (
-                ast.BoolOp(op=ast.And(), values=[first, *_])
-                | ast.IfExp(body=first, orelse=ast.Constant(value=None))
-            ):
+            case ast.BoolOp(op=ast.And(), values=[first, *_]) | ast.IfExp(body=first, orelse=ast.Constant(value=None)):
                 return self.value(first)  # of `cfg.pin_memory and on_gpu`: a GPU is expected
             case ast.Call() if last_name(node.func) == "cpu_count":
                 return KnownValue(self.budget.cores_of_machine, where(node))
@@ -283,9 +263,7 @@ class _Options:
                 name, what = self._off[name], False
             completed = [option for option in self._long if name.startswith("--") and option.startswith(name)]
             meant = completed[0] if len(completed) == 1 else name
-            found.append(
-                KnownValue(what, "the command line", name, (self._long.get(meant, meant).lstrip("-"),))
-            )
+            found.append(KnownValue(what, "the command line", name, (self._long.get(meant, meant).lstrip("-"),)))
         return found
 
     def misspelt(self, script: Script, flags: tuple[str, ...]) -> dict[str, str]:

@@ -9,9 +9,7 @@ from flatout.cli.output import console, write_results
 @verb()
 def doctor(
     json: str | None = output_file("the list as JSON"),
-    patches: bool = flag(
-        "--patches", "List what flatout replaces inside a training process, and why; nothing else."
-    ),
+    patches: bool = flag("--patches", "List what flatout replaces inside a training process, and why; nothing else."),
 ) -> None:
     """See what flatout finds on this machine, what is missing, and what that costs.
 

@@ -27,17 +27,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-VERBS = (
-    "run",
-    "fix",
-    "report",
-    "compare",
-    "check",
-    "top",
-    "train",
-    "doctor",
-    "hook",
-)  # in the order of --help
+VERBS = ("run", "fix", "report", "compare", "check", "top", "train", "doctor", "hook")  # in the order of --help
 
 _EXTRAS = {"textual": "top", "pydantic": "train", "torch": "train"}  # what few verbs need
 
@@ -137,9 +127,7 @@ def read_price(text: str | None) -> Price | None:
     try:
         return Price.of(text) if text is not None else None
     except ValueError:
-        raise UsageError(
-            f"--price {text}: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h"
-        ) from None
+        raise UsageError(f"--price {text}: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h") from None
 
 
 def output_file(content: str) -> Any:

@@ -41,9 +41,7 @@ def fix(
         default="",
     ),
     only: str = option(
-        "NAME,…",
-        f"Try only these changes ({names()}) or classes ({', '.join(get_args(Safety))}).",
-        default="",
+        "NAME,…", f"Try only these changes ({names()}) or classes ({', '.join(get_args(Safety))}).", default=""
     ),
     skip: str = option("NAME,…", "Do not try these changes or classes.", default=""),
     steps: int | None = option("N", "Training steps a trial. Default: chosen for the training.", min=20),
@@ -51,9 +49,7 @@ def fix(
     price: str | None = price_of_an_hour("shows what an epoch costs"),
     json: str | None = output_file("the result as JSON"),
     html: str | None = output_file("before and after as one HTML file"),
-    unprotected: bool = flag(
-        "--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."
-    ),
+    unprotected: bool = flag("--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."),
     resume: bool = flag(
         "--resume",
         "Go on with a fix of this command that did not come to its end: the last one, or that in FOLDER "
@@ -81,16 +77,8 @@ def fix(
         raise UsageError("no command given: flatout fix -- python train.py …")
     if shutil.which(command[0]) is None:
         raise UsageError(f"{command[0]}: command not found")
-    options: dict[str, Any] = {
-        "allow": allow,
-        "only": only,
-        "skip": skip,
-        "steps": steps,
-        "unprotected": unprotected,
-    }
-    runs = out.parent / launcher.default_folder(
-        [*command[:1], "fix.py"]
-    )  # the current folder may be read-only
+    options: dict[str, Any] = {"allow": allow, "only": only, "skip": skip, "steps": steps, "unprotected": unprotected}
+    runs = out.parent / launcher.default_folder([*command[:1], "fix.py"])  # the current folder may be read-only
     budget_s, hourly_price = _seconds(budget), read_price(price)
     Wishes.of(allow, only, skip)
     if resume:
@@ -104,9 +92,7 @@ def fix(
     if resume:
         say(f"goes on with {runs}")
     elif unfinished(command, runs.parent):
-        say(
-            "an earlier fix of this command did not come to its end: flatout fix --resume would go on with it"
-        )
+        say("an earlier fix of this command did not come to its end: flatout fix --resume would go on with it")
     with FixProgress(console(stderr=True)) as progress:
         result = search(
             command,

@@ -44,25 +44,16 @@ def run(
     max_steps: int | None = option(
         "N", "Stop after N training steps, then measure the ceiling. For trying out.", min=1
     ),
-    xray: bool = flag(
-        "--xray/--no-xray", "Record the kernels of a few steps with PyTorch's profiler.", default=True
-    ),
+    xray: bool = flag("--xray/--no-xray", "Record the kernels of a few steps with PyTorch's profiler.", default=True),
     lines: Lines = option(
-        "sampled|exact",
-        "How to find the lines that take the time; exact needs py-spy.",
-        default=Lines.sampled,
+        "sampled|exact", "How to find the lines that take the time; exact needs py-spy.", default=Lines.sampled
     ),
     plan: Path | None = option("FILE", "Apply the changes in this plan, as kept by flatout fix."),
-    auto: bool = flag(
-        "--auto", "Apply the safe changes without a trial: flatout's loader, page-locked batches, …"
-    ),
+    auto: bool = flag("--auto", "Apply the safe changes without a trial: flatout's loader, page-locked batches, …"),
     tune: bool = flag(
-        "--tune",
-        "Let the training tune itself while it runs: its loader, copies to the GPU, garbage collections.",
+        "--tune", "Let the training tune itself while it runs: its loader, copies to the GPU, garbage collections."
     ),
-    strict: bool = flag(
-        "--strict", "With --auto: only changes that leave every batch bit for bit as it was."
-    ),
+    strict: bool = flag("--strict", "With --auto: only changes that leave every batch bit for bit as it was."),
     quiet: bool = flag("--quiet", "No summary at the end."),
     price: str | None = price_of_an_hour("shows what the run and an epoch cost"),
     json: str | None = output_file("the report as JSON"),
@@ -84,9 +75,7 @@ def run(
     from flatout.launch import launcher
 
     if tune and (plan is not None or auto or max_steps is not None):
-        raise UsageError(
-            "--tune goes without --plan, --auto and --max-steps: it decides itself, while you train"
-        )
+        raise UsageError("--tune goes without --plan, --auto and --max-steps: it decides itself, while you train")
     changes = _plan_to_apply(plan, auto=auto, strict=strict, tune=tune)
     command = command_of(context)
     check_outputs(json, html)

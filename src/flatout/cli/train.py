@@ -40,9 +40,7 @@ def train(
     if here or "RANK" in os.environ or (explain and gpus == 1):
         from flatout.engine.assemble import main as train_here
 
-        record = not (
-            explain or here
-        )  # under torchrun each rank records itself; with --here the launcher does
+        record = not (explain or here)  # under torchrun each rank records itself; with --here the launcher does
         try:
             recorded = train_here(
                 config, words, preset=preset, resume=resume, explain=explain, record=record, gpus=gpus
@@ -77,7 +75,5 @@ def _launch(command: list[str], name: str, *, gpus: int, quiet: bool) -> None:
     code = launcher.run(command, folder=folder, ends_with_us=True)
     summarize_runs(folder, keep=False, quiet=quiet)
     if code == NOT_SAVED:
-        raise NotSavedError(
-            "the final weights are not saved, for the reason given at the end of the training"
-        )
+        raise NotSavedError("the final weights are not saved, for the reason given at the end of the training")
     raise typer.Exit(code)

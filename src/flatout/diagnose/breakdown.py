@@ -36,9 +36,7 @@ _OUTSIDE_TORCH = re.compile(
 _NO_FRAME = Frame(where="", function="")
 _TORCH = "torch/"
 # Phases in which the user's line is in a wrapper of flatout's, also where it calls nothing else that is Python.
-_WRAPPED = frozenset(
-    {"copy", "backward", "optimizer", "sync", "checkpoint", "logging", "loader start", "flatout"}
-)
+_WRAPPED = frozenset({"copy", "backward", "optimizer", "sync", "checkpoint", "logging", "loader start", "flatout"})
 _WRAPPER = "flatout"
 # Steps that are not plain training, in words.
 KINDS_IN_WORDS = {
@@ -178,9 +176,7 @@ class Call(NamedTuple):
 
 
 Line = tuple[Frame, Call | None]  # a line of the user's, and what it called
-Place = tuple[
-    tuple[Function, ...], str | None
-]  # the user's functions, outermost first, and what the last one called
+Place = tuple[tuple[Function, ...], str | None]  # the user's functions, outermost first, and what the last one called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +232,7 @@ def in_training(rank: RankTrace, phases: Collection[str] = OWN_CODE) -> tuple[Ho
     return hot_functions(training_stacks(rank), phases, _exact(rank, in_workers=False))
 
 
-def in_workers(
-    rank: RankTrace, dataset: str, phases: Collection[str] = (SAMPLES,)
-) -> tuple[HotFunction, ...]:
+def in_workers(rank: RankTrace, dataset: str, phases: Collection[str] = (SAMPLES,)) -> tuple[HotFunction, ...]:
     """Where the workers that load a dataset were; with `num_workers=0` the training process."""
     workers = [stacks for stacks in rank.stacks if stacks.dataset == dataset]
     if workers:
@@ -268,9 +262,7 @@ def hot_functions(
         return ()
     exact_looks = _exact_looks(exact, all_stacks, phases) if exact is not None else {}
     lines = []
-    for (frame, called), spent_s in sorted(
-        _by_exact_line(seconds, exact_looks).items(), key=lambda item: -item[1]
-    ):
+    for (frame, called), spent_s in sorted(_by_exact_line(seconds, exact_looks).items(), key=lambda item: -item[1]):
         line = HotLine(
             where=frame.where,
             function=frame.function,
@@ -289,9 +281,7 @@ def _exact(rank: RankTrace, *, in_workers: bool) -> ExactLines | None:
     return next((exact for exact in rank.exact if exact.in_workers == in_workers), None)
 
 
-def _by_exact_line(
-    seconds: Mapping[Line, float], looks: Mapping[Function, Mapping[Line, float]]
-) -> dict[Line, float]:
+def _by_exact_line(seconds: Mapping[Line, float], looks: Mapping[Function, Mapping[Line, float]]) -> dict[Line, float]:
     """Seconds by line, where the time of a function with exact looks is shared out as those have it."""
     shared: defaultdict[Line, float] = defaultdict(float)
     for line, spent_s in seconds.items():
@@ -321,9 +311,7 @@ def _exact_looks(
     return {function: dict(lines) for function, lines in found.items() if sum(lines.values()) >= ENOUGH_LOOKS}
 
 
-def _exact_places(
-    exact: ExactLines, users: Collection[str]
-) -> Iterator[tuple[list[Frame], Call | None, Place, int]]:
+def _exact_places(exact: ExactLines, users: Collection[str]) -> Iterator[tuple[list[Frame], Call | None, Place, int]]:
     """Of each exact stack the user's frames, what the last of them called in a library, the place, and the looks."""
     for stack in exact.stacks:
         frames = [exact.frames[number] for number in stack.frames if number < len(exact.frames)]
@@ -375,9 +363,7 @@ def called_from(rank: RankTrace, phase: str) -> str | None:
     return max(seconds, key=seconds.__getitem__, default=None)
 
 
-def _stacks_in(
-    all_stacks: Iterable[Stacks], phases: Collection[str]
-) -> Iterator[tuple[list[Frame], StackTime]]:
+def _stacks_in(all_stacks: Iterable[Stacks], phases: Collection[str]) -> Iterator[tuple[list[Frame], StackTime]]:
     """Each stack that was seen in these phases: its frames, outermost first, and for how long."""
     for stacks in all_stacks:
         for seen in stacks.stacks:

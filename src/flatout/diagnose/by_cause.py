@@ -42,11 +42,7 @@ _LEAST = 0.005  # of the time: less is part of the remainder
 _POOLS = {
     "data.worker-start": ("loader start", "data"),
     "data.": ("data",),
-    "sync.item": (
-        "sync",
-        LAUNCH,
-        REST,
-    ),  # the host is held up: the GPU stands idle later, when launches come late
+    "sync.item": ("sync", LAUNCH, REST),  # the host is held up: the GPU stands idle later, when launches come late
     "copy.": ("copy", LAUNCH, REST, USEFUL),
     "host.python": (REST,),
     "launch.bound": (LAUNCH,),
@@ -55,17 +51,8 @@ _POOLS = {
     "pause.logging": ("logging",),
     "pause.gc": ("gc",),
 }
-_TAKES_ITS_SHARE = (
-    "drift.",
-    "data.worker-start",
-    "sync.",
-    "copy.",
-)  # in this order; the others take all there is
-_FREES_CORES = (
-    "data.cpu-bound",
-    "data.collate-bound",
-    "data.slow-samples",
-)  # to cure them, workers work less
+_TAKES_ITS_SHARE = ("drift.", "data.worker-start", "sync.", "copy.")  # in this order; the others take all there is
+_FREES_CORES = ("data.cpu-bound", "data.collate-bound", "data.slow-samples")  # to cure them, workers work less
 _WASTEFUL = ("compute.", "memory.", "copy.", "dist.", "hardware.", "config.")
 
 
@@ -102,9 +89,7 @@ class CauseAccount:
         """
         share = self.share_of(finding)
         if not share and finding.code.startswith("data."):
-            waits = sum(
-                charge.share for charge in self.charges if (charge.code or charge.name).startswith("data")
-            )
+            waits = sum(charge.share for charge in self.charges if (charge.code or charge.name).startswith("data"))
             share = min(finding.share, waits)
         low, high = finding.gain_low, min(finding.gain_high, factor(share))
         if 1 < high < finding.gain_high:  # as sure of a part of it as before
@@ -113,9 +98,7 @@ class CauseAccount:
         if high > 1 and high == factor(share) and self.beside:
             high = self.most(share)
             derived += FROM_THE_REST
-        return dataclasses.replace(
-            finding, share=share, gain_high=high, gain_low=min(low, high), derived=derived
-        )
+        return dataclasses.replace(finding, share=share, gain_high=high, gain_low=min(low, high), derived=derived)
 
 
 class _Pools(dict[str, float]):
@@ -142,16 +125,10 @@ def by_cause(metrics: RankMetrics, findings: Sequence[Finding]) -> CauseAccount:
         if share < _LEAST:
             pools[USEFUL] += share
             continue
-        kind: Kind = (
-            "wasteful" if finding.code.startswith(_WASTEFUL) and not _lacks_cores(finding) else "idle"
-        )
-        charges.append(
-            Charge(kind=kind, name=finding.title, share=share, code=finding.code, where=finding.where)
-        )
+        kind: Kind = "wasteful" if finding.code.startswith(_WASTEFUL) and not _lacks_cores(finding) else "idle"
+        charges.append(Charge(kind=kind, name=finding.title, share=share, code=finding.code, where=finding.where))
     left = pools.pop(USEFUL)
-    charges += [
-        Charge(kind="idle", name=phase, share=share) for phase, share in pools.items() if share >= _LEAST
-    ]
+    charges += [Charge(kind="idle", name=phase, share=share) for phase, share in pools.items() if share >= _LEAST]
     charges = sorted((charge for charge in charges if charge.share), key=lambda charge: -charge.share)
     short = sum(share for share in pools.values() if share < _LEAST)
     if short:
@@ -211,9 +188,7 @@ def _lacks_cores(finding: Finding) -> bool:
 
 def _cause(finding: Finding) -> str:
     """What a finding is about: a setting without effect stands for the cause that it would have cured."""
-    return (
-        str(finding.evidence.get("cause", finding.code)) if finding.code == "config.ignored" else finding.code
-    )
+    return str(finding.evidence.get("cause", finding.code)) if finding.code == "config.ignored" else finding.code
 
 
 def _taken_by(finding: Finding, metrics: RankMetrics, pools: _Pools, useful: float) -> float:

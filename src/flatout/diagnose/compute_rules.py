@@ -53,11 +53,7 @@ def launch_bound(metrics: RankMetrics) -> Finding | None:
 def precision(metrics: RankMetrics) -> Finding | None:
     """Matrix work runs in fp32."""
     xray, facts = metrics.xray, metrics.facts
-    if (
-        xray is None
-        or facts.parameter_dtypes != ("float32",)
-        or any(dtype != "None" for dtype in facts.autocast)
-    ):
+    if xray is None or facts.parameter_dtypes != ("float32",) or any(dtype != "None" for dtype in facts.autocast):
         return None
     working = metrics.busy_share or 1.0
     matrix = min(1.0, xray.matrix_ms / xray.busy_ms)
@@ -110,11 +106,7 @@ def optimizer(metrics: RankMetrics) -> Finding | None:
     share, name = spent_ms / xray.wall_ms, facts.optimizer
     if share < _MIN_OPTIMIZER:
         return None
-    how, change, advice = (
-        "steps in a loop of small kernels:",
-        None,
-        "an optimizer that has fused=True or foreach=True",
-    )
+    how, change, advice = "steps in a loop of small kernels:", None, "an optimizer that has fused=True or foreach=True"
     if name in FUSABLE:
         change, advice = "fused_optimizer", f"torch.optim.{name}(…, fused=True)"
         if facts.optimizer_foreach is not False:
@@ -181,9 +173,7 @@ def _attention_of_forward(metrics: RankMetrics, where: str) -> float:
     goes through the same again."""
     for function in in_training(metrics.rank, ("forward",)):
         if any(line.where == where for line in function.lines):
-            attends = (
-                line for line in function.lines if line.where == where or _ATTENDS.search(line.source or "")
-            )
+            attends = (line for line in function.lines if line.where == where or _ATTENDS.search(line.source or ""))
             return sum(line.share for line in attends)
     return 0.0
 

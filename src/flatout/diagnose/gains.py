@@ -26,9 +26,7 @@ def gain_if_removed(saved: float, sure: float = 0.0) -> dict[str, Any]:
     return _gain(factor(sure), factor(saved), _FROM_TIME)
 
 
-def gain_if_fed(
-    metrics: RankMetrics, saved: float, least: float = 1.0, most: float = math.inf
-) -> dict[str, Any]:
+def gain_if_fed(metrics: RankMetrics, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
     """Waiting for data takes a share `saved` less; the loader delivers `least` to `most` times what it does now."""
     if not metrics.on_gpu:  # training needs the cores that load, so nothing is sure
         least, most = 1.0, min(most, 1 / max(0.01, metrics.machine.own_cpu_share or 0.0))

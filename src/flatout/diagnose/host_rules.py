@@ -132,14 +132,8 @@ def slow_copies(metrics: RankMetrics) -> Finding | None:
     if xray is None or not metrics.step_ms:
         return None
     xrayed_ms, host = xray.steps * metrics.step_ms, metrics.share("copy")
-    copies = max(
-        (sum(span.name == "copy" for span in step.spans) for step in metrics.steps_with_events), default=0
-    )
-    evidence = {
-        "copies_a_step": copies,
-        "copy_share_of_host": rounded(host),
-        "copies_ms": dict(xray.copies_ms),
-    }
+    copies = max((sum(span.name == "copy" for span in step.spans) for step in metrics.steps_with_events), default=0)
+    evidence = {"copies_a_step": copies, "copy_share_of_host": rounded(host), "copies_ms": dict(xray.copies_ms)}
     pageable_ms = xray.copies_ms.get("HtoD Pageable", 0.0)
     pageable = max(pageable_ms / xrayed_ms, host)
     if pageable_ms and pageable >= _MIN_COPY_SHARE:
@@ -195,9 +189,7 @@ def waits_for_gpu(metrics: RankMetrics) -> Finding | None:
     gain = gain_if_removed(saved)
     if metrics.ceiling is None:
         gain = gain_if_host_spared(metrics, saved)
-    lines = [
-        {"where": p.where, "ms_a_step": rounded(p.ms / metrics.breakdown.steps)} for p in waits[:_MOST_LINES]
-    ]
+    lines = [{"where": p.where, "ms_a_step": rounded(p.ms / metrics.breakdown.steps)} for p in waits[:_MOST_LINES]]
     return Finding(
         code="sync.item",
         title=f"the host waits for the GPU in mid-step, and the GPU then for the host: {saved:.1%} of the step",
@@ -304,9 +296,7 @@ def _of_window(window: Window) -> _RunPart:
 def _joined(pieces: Sequence[_RunPart]) -> _RunPart:
     names = {name for piece in pieces for name in piece.phases_ms}
     phases = {name: statistics.fmean(piece.phases_ms.get(name, 0.0) for piece in pieces) for name in names}
-    return _RunPart(
-        statistics.median(piece.step_ms for piece in pieces), phases, sum(piece.steps for piece in pieces)
-    )
+    return _RunPart(statistics.median(piece.step_ms for piece in pieces), phases, sum(piece.steps for piece in pieces))
 
 
 def _keeps_growing(pieces: Sequence[_RunPart]) -> bool:

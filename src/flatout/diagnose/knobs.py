@@ -41,9 +41,7 @@ class Knob:
         return pattern_of(*subjects).fullmatch(self.name.replace("-", "_")) is not None
 
 
-def knobs(
-    settings: Iterable[SettingsRead], name: str, fits: Callable[[Any], bool] = lambda value: True
-) -> list[Knob]:
+def knobs(settings: Iterable[SettingsRead], name: str, fits: Callable[[Any], bool] = lambda value: True) -> list[Knob]:
     """The places for a change, the likeliest first, each once."""
     found = [knob for knob in every_knob(settings) if knob.text and knob.is_called(name) and fits(knob.value)]
     return list({knob.text: knob for knob in reversed(found)}.values())
@@ -117,12 +115,7 @@ def _ignored(read: Knob, off: str, cost: Finding | None) -> Finding:
     if place == "argparse":
         place = "the command line"
     title = f"{name}={read.value!r} was read from {place}, but {off}"
-    evidence: dict[str, Any] = {
-        "setting": name,
-        "value": read.value,
-        "source": read.source,
-        "file": read.file,
-    }
+    evidence: dict[str, Any] = {"setting": name, "value": read.value, "source": read.source, "file": read.file}
     promise: dict[str, Any] = {"share": 0.0, "derived": "seen in force"}
     if cost is not None:
         title += f"; {cost.title}"

@@ -50,11 +50,7 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
         wanted = min(wanted, math.ceil(needed / rate) + 1)
         one_worker = rate / now
         speeds = f": one process makes {rate:,.0f} samples/s, training uses {now:,.0f}"
-    more: dict[str, Any] = {
-        "change": "num_workers",
-        "value": wanted,
-        "advice": f"num_workers={wanted}{speeds}",
-    }
+    more: dict[str, Any] = {"change": "num_workers", "value": wanted, "advice": f"num_workers={wanted}{speeds}"}
     as_it_is = "keep the dataset as it is while it is read"
     if loader.written:
         more = {"advice": f"{as_it_is}: the loop writes to it ({loader.written}), which no worker sees"}
@@ -132,9 +128,7 @@ def _disk_bound(metrics: RankMetrics, saved: float) -> Finding | None:
     # Far more workers than cores that wait nearly all the time, for nothing on this machine: no counter shows for what
     # (a network disk, a server), but it is not their number that holds them up.
     crowd = metrics.workers >= _MANY_A_CORE * (machine.cores or math.inf)
-    crowd_waits = (
-        crowd and 1 - on_core - delay >= _MOSTLY_WAITS and (machine.own_cpu_share or 0.0) < _IDLE_CORES
-    )
+    crowd_waits = crowd and 1 - on_core - delay >= _MOSTLY_WAITS and (machine.own_cpu_share or 0.0) < _IDLE_CORES
     if on_core >= _ON_CORE_WHILE_READING or delay >= NO_CORE:
         return None
     if machine.storage_share < _STORAGE_BOUND and not crowd_waits:
@@ -198,11 +192,7 @@ def _no_core_for_workers(metrics: RankMetrics, saved: float) -> Finding | None:
 
 def _cpu_bound(metrics: RankMetrics, saved: float) -> Finding | None:
     work, machine = metrics.work, metrics.machine
-    if (
-        (machine.cpu_share or 0.0) < CPU_FULL
-        or (work.collating or 0.0) > _COLLATING
-        or not _wants_core(metrics)
-    ):
+    if (machine.cpu_share or 0.0) < CPU_FULL or (work.collating or 0.0) > _COLLATING or not _wants_core(metrics):
         return None
     # A worker without a core is late to hear about the next batch, unless there are more workers than cores.
     each_may_have_one = saved >= _MIN_WAIT_BY_EXCLUSION and metrics.workers <= (machine.cores or 1.0)
@@ -246,9 +236,7 @@ def _collate_bound(metrics: RankMetrics, saved: float) -> Finding | None:
         advice += "; workers that write into shared, page-locked memory: flatout.DataLoader"
         change = {"change": "loader", "value": "elastic"}
     gain = gain_if_samples_spared(metrics, saved)
-    return _late(
-        metrics, "data.collate-bound", title, gain, phase=COLLATE, confidence=0.6, advice=advice, **change
-    )
+    return _late(metrics, "data.collate-bound", title, gain, phase=COLLATE, confidence=0.6, advice=advice, **change)
 
 
 def _too_few_workers(metrics: RankMetrics, saved: float) -> Finding | None:
@@ -302,13 +290,7 @@ def _no_core_left(metrics: RankMetrics, saved: float) -> Finding | None:
 def augmentation_on_cpu(metrics: RankMetrics) -> Finding | None:
     """The script can augment on the GPU and does not, while workers are behind, for whatever reason."""
     setting, saved = _setting(metrics, "augment_on", "cpu"), metrics.data_saved
-    if (
-        setting is None
-        or not metrics.on_gpu
-        or not metrics.workers
-        or saved < MIN_SHARE
-        or not _wants_core(metrics)
-    ):
+    if setting is None or not metrics.on_gpu or not metrics.workers or saved < MIN_SHARE or not _wants_core(metrics):
         return None
     sample_ms = metrics.work.sample_ms.mean or 0.0
     return _late(

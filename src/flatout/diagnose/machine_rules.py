@@ -47,11 +47,7 @@ def host_memory(metrics: RankMetrics) -> Finding | None:
 
 def gpu_memory(metrics: RankMetrics) -> Finding | None:
     """The GPU's memory is full: each retry of the allocator empties its cache and waits for the GPU."""
-    steps, retries, batch = (
-        metrics.breakdown.steps,
-        metrics.facts.memory_retries or 0,
-        metrics.loader.batch_size,
-    )
+    steps, retries, batch = metrics.breakdown.steps, metrics.facts.memory_retries or 0, metrics.loader.batch_size
     if retries < max(2, 0.01 * steps):
         return None
     mean_ms = metrics.breakdown.step_ms.mean or metrics.step_ms or 1.0
@@ -111,10 +107,7 @@ def throttled(metrics: RankMetrics) -> Finding | None:
     if not samples or len(faults) / len(samples) < _MIN_THROTTLED:
         return None
     share = len(faults) / len(samples)
-    clock, top_clock = (
-        metrics.machine.gpu("sm_clock_mhz").mean or 0.0,
-        metrics.machine.gpu("sm_clock_max_mhz").high,
-    )
+    clock, top_clock = metrics.machine.gpu("sm_clock_mhz").mean or 0.0, metrics.machine.gpu("sm_clock_max_mhz").high
     gain = 1.0
     if clock and math.isfinite(top_clock):
         gain = max(1.0, top_clock / clock)
@@ -236,11 +229,7 @@ def straggler(ranks: Sequence[RankMetrics]) -> Finding | None:
         share=lost,
         **gain_if_removed(lost),
         confidence=0.7,
-        evidence={
-            "rank": rank,
-            "backward_share": [rounded(m.share("backward")) for m in ranks],
-            "phase": phase,
-        },
+        evidence={"rank": rank, "backward_share": [rounded(m.share("backward")) for m in ranks], "phase": phase},
         advice=f"look at rank {rank} on {slow.rank.info.host}",
     )
 
@@ -288,9 +277,7 @@ def exchange(ranks: Sequence[RankMetrics]) -> Finding | None:
     return _waiting_for_gradients(ranks, "dist.scaling", title, share, advice)
 
 
-def _waiting_for_gradients(
-    ranks: Sequence[RankMetrics], code: str, title: str, share: float, advice: str
-) -> Finding:
+def _waiting_for_gradients(ranks: Sequence[RankMetrics], code: str, title: str, share: float, advice: str) -> Finding:
     return Finding(
         code=code,
         title=title,

@@ -110,9 +110,7 @@ class RankMetrics:
         if self.loader is NO_LOADER:
             return LoaderWork(())
         name, length = self.loader.class_name, self.loader.length
-        reports = (
-            report for report in self.rank.workers if (report.dataset, report.length) == (name, length)
-        )
+        reports = (report for report in self.rank.workers if (report.dataset, report.length) == (name, length))
         return LoaderWork(tuple(report for report in reports if report.samples))
 
     @property
@@ -148,9 +146,7 @@ class RankMetrics:
         """Samples a second that one worker can make."""
         made = self.work.total("samples")
         if self.loader.batch_size is None and not self.loader.iterable and self._samples_a_step:
-            made *= max(
-                1.0, self._samples_a_step / self._batches_a_step
-            )  # the dataset hands out whole batches
+            made *= max(1.0, self._samples_a_step / self._batches_a_step)  # the dataset hands out whole batches
         return made / self.work.worked_s if self.work.worked_s else None
 
     @cached_property
@@ -191,11 +187,7 @@ class RankMetrics:
         if self.workers and self.work.busy and not self.elastic:
             loading_cores = self.workers * self.work.busy * (self.work.on_core or 1.0)
         return Machine(
-            trace=self.trace,
-            rank=self.rank,
-            steps=self.steps,
-            workers=self.workers,
-            loading_cores=loading_cores,
+            trace=self.trace, rank=self.rank, steps=self.steps, workers=self.workers, loading_cores=loading_cores
         )
 
     @cached_property

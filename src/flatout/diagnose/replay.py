@@ -17,9 +17,7 @@ from flatout.trace import Step
 _ROUNDS, _STEADY = 24, 12  # a step is replayed so often, and counts the last times
 
 
-def replayed_ms(
-    step: Step, without: str | None = None, at_work: Mapping[str, float] | None = None
-) -> float | None:
+def replayed_ms(step: Step, without: str | None = None, at_work: Mapping[str, float] | None = None) -> float | None:
     """The long-run length of a step, or of one in which a phase takes the host no time; None without events.
 
     `at_work` is the share of its time in a phase that the GPU works; all of it in one that is not named.

@@ -26,24 +26,8 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from flatout.augment import Augment
-from flatout.engine.config import (
-    Config,
-    FactoryConfig,
-    TrainConfig,
-    as_yaml,
-    build,
-    import_path,
-    load,
-    without_effect,
-)
-from flatout.engine.datasets import (
-    batch_rows,
-    build_dataset,
-    map_samples,
-    steps_in_all,
-    train_loader,
-    val_loader,
-)
+from flatout.engine.config import Config, FactoryConfig, TrainConfig, as_yaml, build, import_path, load, without_effect
+from flatout.engine.datasets import batch_rows, build_dataset, map_samples, steps_in_all, train_loader, val_loader
 from flatout.engine.run_folder import (
     batch_size_of,
     last_run,
@@ -106,9 +90,7 @@ def main(
         in_force = trainer.config
         assert isinstance(in_force, Config)
         if gpus > 1 and not has_gpu and config.train.device != "cpu":
-            trainer.say(
-                f"--gpus {gpus}: there is no GPU here that torch can use; {ranks.world} ranks train on the CPU"
-            )
+            trainer.say(f"--gpus {gpus}: there is no GPU here that torch can use; {ranks.world} ranks train on the CPU")
         for text in without_effect(config):
             trainer.say(text)
         if explain:
@@ -213,9 +195,7 @@ def _build_comparison(part: FactoryConfig, where: str) -> Any:
     return built
 
 
-def _build_optimizer(
-    part: FactoryConfig, model: nn.Module, device: torch.device
-) -> tuple[Optimizer, Decision]:
+def _build_optimizer(part: FactoryConfig, model: nn.Module, device: torch.device) -> tuple[Optimizer, Decision]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError("model: it has no parameter to train")
@@ -253,16 +233,12 @@ def _build_augmentation(config: Config, device: torch.device) -> Any:
         return None
     augmentation = build(config.augment, "augment")
     if not isinstance(augmentation, nn.Module):
-        raise UsageError(
-            f"augment: expected a module such as flatout.augment:Standard (got {augmentation!r})"
-        )
+        raise UsageError(f"augment: expected a module such as flatout.augment:Standard (got {augmentation!r})")
     precision, _ = choose_precision(config.train.precision, device)
     for module in augmentation.modules():
         if isinstance(module, Augment):  # its pictures in the form that the model takes
             module.dtype = precision.dtype or module.dtype
-            module.channels_last = module.channels_last or (
-                device.type == "cuda" and bool(config.train.channels_last)
-            )
+            module.channels_last = module.channels_last or (device.type == "cuda" and bool(config.train.channels_last))
     return augmentation.to(device)
 
 

@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from flatout.model.errors import UsageError
 from flatout.model.inputs import load_yaml, short, text_of, yaml_loader
@@ -37,9 +29,7 @@ from flatout.redact import redact_setting
 class Section(BaseModel):
     """A group of settings. A key it does not know is an error."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
 Count = Annotated[int, Field(ge=1, le=2**53)]
@@ -180,9 +170,7 @@ class TrainerConfig(Section):
     def _fits_together(self) -> TrainerConfig:
         train = self.train
         if train.lr_rule != "none" and train.lr_batch is None:
-            raise ValueError(
-                "train.lr_rule needs train.lr_batch, the batch that the learning rate was chosen for"
-            )
+            raise ValueError("train.lr_rule needs train.lr_batch, the batch that the learning rate was chosen for")
         if train.batch_size != "auto" and train.accumulate > train.batch_size:
             raise ValueError(f"train.accumulate must be at most train.batch_size (got {train.accumulate})")
         return self
@@ -377,6 +365,4 @@ def _build_nested(value: Any, where: str) -> Any:
 def nearest(word: str, known: Iterable[str]) -> str:
     """ "; did you mean …?", if something like it is known; else ""."""
     public = [name for name in known if not name.startswith("_")]
-    return "".join(
-        f"; did you mean {close}?" for close in difflib.get_close_matches(word, public, n=1, cutoff=0.6)
-    )
+    return "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(word, public, n=1, cutoff=0.6))

@@ -49,9 +49,7 @@ def train_loader(
         return DataLoader(dataset, batch_size, drop_last=drop_last, **options)
     if batch_size * world > len(dataset) and drop_last:
         asked = str(batch_size) + f" x {world}" * (world > 1)
-        raise UsageError(
-            f"train.batch_size: {asked} is more than the {count_of(len(dataset), 'sample')} of data.train"
-        )
+        raise UsageError(f"train.batch_size: {asked} is more than the {count_of(len(dataset), 'sample')} of data.train")
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, world, rank, shuffle=config.shuffle, seed=train.seed, drop_last=drop_last
     )
@@ -104,9 +102,7 @@ class ChainedEpochs(BatchSampler):
 
     sampler: DistributedSampler[Any]
 
-    def __init__(
-        self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool, epochs: int
-    ) -> None:
+    def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool, epochs: int) -> None:
         super().__init__(sampler, batch_size, drop_last)
         self.epochs = epochs
         self._first_epoch = 0
@@ -245,9 +241,7 @@ def batch_rows(batch: Any) -> int:
     for shape in shapes_in(batch):
         if shape:
             return shape[0]
-    raise UsageError(
-        f"there is no tensor in a batch, and no telling how many samples it has (got {batch!r:.60})"
-    )
+    raise UsageError(f"there is no tensor in a batch, and no telling how many samples it has (got {batch!r:.60})")
 
 
 def shapes_in(batch: Any) -> Shapes:
@@ -283,9 +277,7 @@ def map_samples(batch: Any, change: Convert) -> Any:
             return {key: within(value) for key, value in thing.items()}
         if not isinstance(thing, list | tuple):
             return thing
-        if len(thing) == rows and not any(
-            isinstance(value, Tensor | Mapping | list | tuple) for value in thing
-        ):
+        if len(thing) == rows and not any(isinstance(value, Tensor | Mapping | list | tuple) for value in thing):
             return change(thing)
         parts = [within(value) for value in thing]
         return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)

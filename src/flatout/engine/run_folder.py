@@ -50,9 +50,7 @@ MAX_REASON_LETTERS = 200
 
 def last_run(asked: Path) -> int:
     """The number of the last run in NAME, NAME-2, NAME-3 …; 0 if there is none."""
-    runs = (
-        re.fullmatch(rf"{re.escape(asked.name)}(?:-(\d+))?", path.name) for path in asked.parent.glob("*/")
-    )
+    runs = (re.fullmatch(rf"{re.escape(asked.name)}(?:-(\d+))?", path.name) for path in asked.parent.glob("*/"))
     return max((int(run[1] or 1) for run in runs if run), default=0)
 
 
@@ -230,9 +228,7 @@ def _snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
             return type(thing)(copied(value, f"{where}[{n}]") for n, value in enumerate(thing))
         if thing is None or isinstance(thing, bool | int | float | str):
             return thing
-        raise FlatoutError(
-            f"a checkpoint cannot hold {where}, a {type(thing).__name__}: it could not be read safely"
-        )
+        raise FlatoutError(f"a checkpoint cannot hold {where}, a {type(thing).__name__}: it could not be read safely")
 
     copy = copied(state, "state")
     if not torch.cuda.is_initialized():
@@ -321,11 +317,7 @@ class LossLog:
             values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
             event.record()
         now = time.monotonic()
-        self._begun = (
-            LossSummary(then, self._last, self._samples, max(now - self._since, 1e-9)),
-            values,
-            event,
-        )
+        self._begun = LossSummary(then, self._last, self._samples, max(now - self._since, 1e-9)), values, event
         self._kept, self._samples, self._since = [], 0, now
 
     def read(self) -> LossSummary | None:

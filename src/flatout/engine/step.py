@@ -121,10 +121,7 @@ def choose_precision(asked: str, device: torch.device) -> tuple[StepPrecision, D
     if device.type != "cuda":
         name, why = _precision_without_gpu(asked, device)
     elif asked in ("auto", "bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name, why = (
-            "fp16",
-            f"{torch.cuda.get_device_name(device)} has no bf16: fp16 with a loss scaler instead",
-        )
+        name, why = "fp16", f"{torch.cuda.get_device_name(device)} has no bf16: fp16 with a loss scaler instead"
     elif asked == "auto":
         name, why = "bf16", "the default on this GPU"
     elif asked == "tf32" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -177,9 +174,7 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     return device
 
 
-def prepare_model(
-    model: nn.Module, config: TrainConfig, device: torch.device, ranks: int = 1
-) -> list[Decision]:
+def prepare_model(model: nn.Module, config: TrainConfig, device: torch.device, ranks: int = 1) -> list[Decision]:
     """Bring the model to the device, in the form that is fastest there: layout, checkpointing, compilation."""
     model.to(device)
     model.train()
@@ -223,14 +218,10 @@ def _checkpoint_activations(model: nn.Module, asked: bool | list[str]) -> Decisi
     chosen: list[str] = []
     if asked is True:
         parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in modules}
-        blocks = [
-            path for path, parent in parents.items() if isinstance(parent, nn.Sequential | nn.ModuleList)
-        ]
+        blocks = [path for path, parent in parents.items() if isinstance(parent, nn.Sequential | nn.ModuleList)]
         chosen = [path for path in blocks if not any(path.startswith(f"{outer}.") for outer in blocks)]
         if not chosen:
-            raise UsageError(
-                f"{name}: no nn.Sequential or nn.ModuleList to take blocks from; name the modules"
-            )
+            raise UsageError(f"{name}: no nn.Sequential or nn.ModuleList to take blocks from; name the modules")
     for pattern in asked if isinstance(asked, list) else ():
         matching = [path for path in modules if fnmatchcase(path, pattern)]
         if not matching:
@@ -267,9 +258,7 @@ def _compile(model: nn.Module, asked: bool | str, device: torch.device, ranks: i
         # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
         model.forward = torch.compile(model.forward, mode=mode)
     except Exception as problem:  # without a compiler that works, training goes on eagerly
-        return Decision(
-            name, "off", f"torch.compile failed: {type(problem).__name__}: {problem}", instead=True
-        )
+        return Decision(name, "off", f"torch.compile failed: {type(problem).__name__}: {problem}", instead=True)
     return Decision(name, value, f"{why}; the first step takes longer")
 
 
@@ -436,9 +425,7 @@ class TrainStep:
         rows = batch_rows(batch)
         size = math.ceil(rows / self.accumulate)
         if size <= 1:
-            raise UsageError(
-                "out of memory with one sample at a time: try train.checkpoint_activations=true"
-            ) from None
+            raise UsageError("out of memory with one sample at a time: try train.checkpoint_activations=true") from None
         if exchanging and self._bare is not self.model:
             raise FlatoutError(
                 "out of memory while gradients were on their way to the other ranks, which cannot be taken back: "

@@ -103,9 +103,7 @@ class Trainer:
         self._val_loader, self._val_shared = val_loader, val_shared
         convert = channels_last if layout.value == "on" else None
         self._batches = Batches(train_loader, self.device, convert, self.say)
-        self._val_batches = (
-            to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
-        )
+        self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
         self._epoch_steps = steps_per_epoch(train_loader)
         self.last_step = steps_in_all(train, train_loader)
         if self.last_step == 0:
@@ -158,11 +156,7 @@ class Trainer:
         """Read the last losses, validate once more, and write the last checkpoint."""
         self._begin_reading(self.at.epoch + (self.at.batch > 0))
         self._read_losses()
-        if (
-            self.stopped_by is None
-            and self._evaluated_at != self.at.step
-            and self.config.evaluate.every is not None
-        ):
+        if self.stopped_by is None and self._evaluated_at != self.at.step and self.config.evaluate.every is not None:
             self._do({"evaluate"})
         if self._saved_at != self.at.step and self.config.checkpoint.every is not None:
             self.save()
@@ -318,12 +312,7 @@ class Trainer:
         bad_steps, first_bad, stop_now, *due_now = self.ranks.highest(mine)
         self.skipped += int(bad_steps)
         row: dict[str, Any] = {"epoch": read.then["epoch"], "loss": None, "lr": read.then["lr"]}
-        row |= {
-            "samples": read.then["samples"],
-            "samples_per_s": None,
-            "data_wait_pct": None,
-            "skipped": self.skipped,
-        }
+        row |= {"samples": read.then["samples"], "samples_per_s": None, "data_wait_pct": None, "skipped": self.skipped}
         if count:
             row["loss"] = total / count
         if samples:
@@ -382,18 +371,14 @@ class Trainer:
         if self.finished:
             most = self.config.train.max_steps
             limit = "train.max_steps" if most and self.at.step >= most else "train.epochs"
-            self.say(
-                f"nothing is left to train: {self.out} ended at step {self.at.step}; raise {limit} to go on"
-            )
+            self.say(f"nothing is left to train: {self.out} ended at step {self.at.step}; raise {limit} to go on")
         else:
             self.say(f"resumed after step {self.at.step}: epoch {self.at.epoch + 1}, batch {self.at.batch}")
         return True
 
     def _take(self, state: dict[str, Any]) -> None:
         if len(state["ranks"]) != self.ranks.world:
-            raise UsageError(
-                f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now"
-            )
+            raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
         ours, saved = self.step.optimizer.param_groups[0], state["optimizer"]["param_groups"][0]
         self._compare("optimizer", ours, saved)
         if self.scheduler is not None:
@@ -434,13 +419,7 @@ def _checked(config: TrainerConfig | Mapping[str, Any] | None, metrics: Mapping[
     if not isinstance(config, TrainerConfig):
         config = validate(TrainerConfig, dict(config or {}), "config")
     if type(config) is TrainerConfig:  # the parts are the caller's own
-        for name in {
-            "batch_size",
-            "memory_share",
-            "lr_rule",
-            "lr_batch",
-            "seed",
-        } & config.train.model_fields_set:
+        for name in {"batch_size", "memory_share", "lr_rule", "lr_batch", "seed"} & config.train.model_fields_set:
             raise UsageError(f"train.{name} has no effect here: you made loaders and optimizer yourself")
     best, known = str(config.checkpoint.best), ["None", "loss", *metrics]
     if best.split(".")[0] not in known:
@@ -454,14 +433,7 @@ def _checked(config: TrainerConfig | Mapping[str, Any] | None, metrics: Mapping[
 
 def lost_contact(problem: RuntimeError) -> bool:
     """Whether an error means that another rank is gone."""
-    words = (
-        "Connection closed",
-        "Connection reset",
-        "Broken pipe",
-        "Socket closed",
-        "NCCL",
-        "remote process",
-    )
+    words = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "NCCL", "remote process")
     return any(word in str(problem) for word in words)
 
 
@@ -503,12 +475,7 @@ def can_share(metrics: Mapping[str, Any]) -> bool:
 
 
 def evaluate(
-    step: TrainStep,
-    model: nn.Module,
-    batches: Iterable[Any],
-    metrics: Mapping[str, Any],
-    ranks: Ranks,
-    shared: bool,
+    step: TrainStep, model: nn.Module, batches: Iterable[Any], metrics: Mapping[str, Any], ranks: Ranks, shared: bool
 ) -> dict[str, float]:
     """The loss and every metric by name; `shared` if each rank has seen a part."""
     device = step.precision.device
@@ -529,9 +496,7 @@ def evaluate(
                 loss, output, target = step.forward(batch, model)
                 output = _as_fp32(output)
                 values = {"loss": loss.detach()}
-                values |= {
-                    name: _as_tensor(name, one(output, target), device) for name, one in functions.items()
-                }
+                values |= {name: _as_tensor(name, one(output, target), device) for name, one in functions.items()}
                 for name, value in values.items():
                     sums[name] = sums[name] + (value.sum() if value.dim() else value * rows)
                 for metric in objects.values():
@@ -556,9 +521,7 @@ def _as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     try:
         return torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError):
-        raise UsageError(
-            f"metrics.{name} gave {value!r:.60}: a metric gives a number, or one a sample"
-        ) from None
+        raise UsageError(f"metrics.{name} gave {value!r:.60}: a metric gives a number, or one a sample") from None
 
 
 def is_object(metric: Any) -> bool:

@@ -24,15 +24,7 @@ if TYPE_CHECKING:
     from flatout.feed.loader import DataLoader, LoaderOptions, feed_of, iterator_for
     from flatout.feed.worker_pool import BadSample, BadSampleError
 
-__all__ = [
-    "BadSample",
-    "BadSampleError",
-    "DataLoader",
-    "LoaderOptions",
-    "feed_of",
-    "iterator_for",
-    "to_device",
-]
+__all__ = ["BadSample", "BadSampleError", "DataLoader", "LoaderOptions", "feed_of", "iterator_for", "to_device"]
 
 _HOMES = {"to_device": "device", "BadSample": "worker_pool", "BadSampleError": "worker_pool"}
 

@@ -90,14 +90,9 @@ class Controller:
         self._max_workers, self._declared = MAX_WORKERS, workers
         self.workers = min(workers, self._ceiling(cores, 1.0))
         self.depth = 2.0
-        self.why = (
-            "to begin with" if self.workers == workers else f"{workers} declared, {cores:g} cores to use"
-        )
+        self.why = "to begin with" if self.workers == workers else f"{workers} declared, {cores:g} cores to use"
         self.may_do_without = may_do_without
-        self._with_workers = (
-            1,
-            math.inf,
-        )  # how many they were before there were none, and what the loop waited
+        self._with_workers = (1, math.inf)  # how many they were before there were none, and what the loop waited
         self._paces: dict[int, float] = {}  # what the counts that were tried have brought
         self._recent: list[float] = []  # paces of the present count, window by window
         self._tried_from: int | None = None  # the count before a step whose effect is not known yet
@@ -175,9 +170,7 @@ class Controller:
         if gain < MIN_GAIN:
             self._too_many = self.workers
             self._go(before, f"{self.workers} workers brought no more than {before}")
-        elif (
-            enough < FEWER * self.workers
-        ):  # threads of one core bring less than cores, but not as little as this
+        elif enough < FEWER * self.workers:  # threads of one core bring less than cores, but not as little as this
             self._try(enough, f"{self.workers} workers brought no more than {enough} would")
         else:
             return True
@@ -307,11 +300,7 @@ class Tuning(Controller):
         for one in (window, self._pass):
             one.batches += 1
             one.waited_s += waited_s
-        return (
-            window.seconds >= WINDOW_S
-            and window.batches >= WINDOW_BATCHES
-            and window.made >= WINDOW_BATCHES / 2
-        )
+        return window.seconds >= WINDOW_S and window.batches >= WINDOW_BATCHES and window.made >= WINDOW_BATCHES / 2
 
     def decide(self, workers: int) -> bool:
         """Look at a window that is over, which had so many workers. Whether their number is to change."""

@@ -27,10 +27,7 @@ _MAX_ENTRIES = 1024  # of a container or an array; of a larger one a part
 _GONE = object()
 _IGNORED = frozenset(("_compiled_call_impl",))  # set by PyTorch when a module is compiled
 
-_MAX_BATCHES, _GROWING_BATCHES = (
-    8,
-    3,
-)  # batches that are looked at for a growing cache; that have to grow it in a row
+_MAX_BATCHES, _GROWING_BATCHES = 8, 3  # batches that are looked at for a growing cache; that have to grow it in a row
 _MAX_WRAPPED = 4  # datasets within datasets that are looked at
 _MAX_COUNTED = 200_000  # entries of a list, None or not
 
@@ -127,9 +124,7 @@ def _attributes_of(part: Any) -> dict[Any, Any]:
     state = {name: value for name, value in vars(kind).items() if type(value) in _CONSTANTS}
     slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
     state.update((name, getattr(part, name)) for name in slots if hasattr(part, name))
-    state.update(
-        (name, value) for name, value in getattr(part, "__dict__", {}).items() if name not in _IGNORED
-    )
+    state.update((name, value) for name, value in getattr(part, "__dict__", {}).items() if name not in _IGNORED)
     for variables, name in _globals_named_by(kind):
         if type(variables.get(name)) in _CONSTANTS:
             state[f"global variable {name}"] = variables.get(name)
@@ -181,9 +176,7 @@ class CacheGrowth:
         except Exception:  # containers may raise anything
             self._batches = _MAX_BATCHES
             now = {}
-        growing = [
-            name for name, size in now.items() if size - self._before.get(name, 0) >= max(1, 0.9 * samples)
-        ]
+        growing = [name for name, size in now.items() if size - self._before.get(name, 0) >= max(1, 0.9 * samples)]
         if self._batches > 1:  # the first batches fill what has one entry a worker, or a file
             self._times = {name: self._times.get(name, 0) + 1 for name in growing}
         self._before = now

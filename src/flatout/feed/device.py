@@ -65,9 +65,7 @@ class OnDevice:
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is (not how far ahead the copies are)."""
         if not isinstance(self._loader, DataLoader):
-            raise TypeError(
-                f"{type(self._loader).__name__} has no place to resume from; use flatout.DataLoader"
-            )
+            raise TypeError(f"{type(self._loader).__name__} has no place to resume from; use flatout.DataLoader")
         return self._loader.state_dict(behind=self._on_the_way)
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,9 +88,7 @@ class OnDevice:
         side = torch.cuda.Stream(self._device)
         slots = host.slots if isinstance(host, FeedIterator) else None
         if slots is not None:
-            slots.watched = (
-                False  # we keep a host batch until its copy is over; there is nothing left to wait for
-            )
+            slots.watched = False  # we keep a host batch until its copy is over; there is nothing left to wait for
         waiting: collections.deque[tuple[Any, torch.cuda.Event]] = collections.deque()
         copying: collections.deque[tuple[Any, torch.cuda.Event]] = collections.deque()  # host batches in use
         self._on_the_way = 0

@@ -133,9 +133,7 @@ class ContextStarter(Starter):
         self._processes: dict[int, Any] = {}
 
     def _start_with(self, number: int, far: socket.socket) -> None:
-        process = self._context.Process(
-            target=_spawned_main, args=(self._recipe, far, os.getpid()), daemon=True
-        )
+        process = self._context.Process(target=_spawned_main, args=(self._recipe, far, os.getpid()), daemon=True)
         try:
             process.start()
         except (TypeError, AttributeError, PicklingError):
@@ -225,9 +223,7 @@ def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
 
 def _work(recipe: Recipe, end: socket.socket) -> None:
     _set_signals_and_name("flatout-worker")
-    with contextlib.suppress(
-        OSError
-    ):  # else a worker that gets a task runs at once, on the training process's core
+    with contextlib.suppress(OSError):  # else a worker that gets a task runs at once, on the training process's core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _keep_freed_memory()
     worker.main(recipe, end)

@@ -92,9 +92,7 @@ class FeedIterator(_BaseDataLoaderIter):
 
     def _begin(self, loader: TorchLoader[Any], *, first: bool) -> None:
         position, skip = self.position, self.position.yielded
-        position.random = (
-            {"torch": torch.default_generator.get_state()} if self._pure_sampler else randomness.capture()
-        )
+        position.random = {"torch": torch.default_generator.get_state()} if self._pure_sampler else randomness.capture()
         position.generators = [generator.get_state() for generator in self._generators]
         if loader.num_workers > 0 or not first:  # PyTorch with workers asks the sampler twice at the start
             super()._reset(loader, first)
@@ -182,9 +180,7 @@ class FeedIterator(_BaseDataLoaderIter):
                 position.finished = True
                 break
             if self._as_script and batch.problem is not None and not self.made_when_asked:
-                self._scheduler.leave_workers(
-                    batch
-                )  # once more here, where the exception is the script's own
+                self._scheduler.leave_workers(batch)  # once more here, where the exception is the script's own
                 continue
             position.yielded += 1
             if self._as_script:  # its indices alone: its data would keep a slot
@@ -218,12 +214,7 @@ class FeedIterator(_BaseDataLoaderIter):
 
     def __del__(self) -> None:
         scheduler = getattr(self, "_scheduler", None)
-        if (
-            scheduler is not None
-            and hasattr(self, "_epoch")
-            and os.getpid() == scheduler.pid
-            and not scheduler.closed
-        ):
+        if scheduler is not None and hasattr(self, "_epoch") and os.getpid() == scheduler.pid and not scheduler.closed:
             scheduler.leave(self._epoch)
 
 
@@ -250,12 +241,7 @@ def _rank() -> int:
 def generators_of(loader: TorchLoader[Any]) -> list[torch.Generator]:
     """The generators a pass draws from, each once."""
     generators: list[torch.Generator] = []
-    for owner in (
-        loader,
-        loader.sampler,
-        loader.batch_sampler,
-        getattr(loader.batch_sampler, "sampler", None),
-    ):
+    for owner in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator) and not any(generator is known for known in generators):
             generators.append(generator)

@@ -130,9 +130,7 @@ class DataLoader(TorchLoader[T_co]):
         """Where the present pass is; `behind` batches were fetched but not used yet."""
         position = self._position
         if position is None and self._reason_shown:
-            log.warning(
-                "this loader cannot resume in mid-epoch, only at the start of one: %s", self._reason_shown
-            )
+            log.warning("this loader cannot resume in mid-epoch, only at the start of one: %s", self._reason_shown)
         if position is None or (position.finished and not behind):
             return self._state_between_passes(position)
         return {
@@ -149,11 +147,7 @@ class DataLoader(TorchLoader[T_co]):
         state = {"version": 1, "yielded": 0, "generators": [one.get_state() for one in generators_of(self)]}
         if position is not None and self.persistent_workers and state["generators"]:
             # A persistent iterator draws its base seed once: the next one is not to draw another.
-            state |= {
-                "base_seed": position.base_seed,
-                "epoch": position.epoch + 1,
-                "random": randomness.capture(),
-            }
+            state |= {"base_seed": position.base_seed, "epoch": position.epoch + 1, "random": randomness.capture()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -300,11 +294,10 @@ def why_not(loader: TorchLoader[Any], options: LoaderOptions) -> str:
         return "an IterableDataset: which data a worker gives depends on its number"
     # Batches go to any idle worker here: user code that minds its worker's number has to have PyTorch's workers.
     if loader.worker_init_fn is not None and _module_of(loader.worker_init_fn) not in SEEDING_MODULES:
-        name = getattr(
-            _unwrapped(loader.worker_init_fn), "__qualname__", type(loader.worker_init_fn).__name__
+        name = getattr(_unwrapped(loader.worker_init_fn), "__qualname__", type(loader.worker_init_fn).__name__)
+        return (
+            f"its worker_init_fn, {_module_of(loader.worker_init_fn)}.{name}, may make workers differ by their number"
         )
-        place = f"{_module_of(loader.worker_init_fn)}.{name}"
-        return f"its worker_init_fn, {place}, may make workers differ by their number"
     asking = _asks_for_its_worker(loader)
     if asking:
         return f"{asking} calls get_worker_info(): its samples may depend on the number of their worker"

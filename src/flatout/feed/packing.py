@@ -144,9 +144,7 @@ class _Packer(pickle.Pickler):
             return DeferredBatch, obj.parts()
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(obj, numpy.ndarray) and not obj.flags.writeable:
-            return obj.copy(order="K").__reduce_ex__(
-                5
-            )  # PyTorch's workers hand over one that may be written to
+            return obj.copy(order="K").__reduce_ex__(5)  # PyTorch's workers hand over one that may be written to
         if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu":
             return NotImplemented
         if obj.layout != torch.strided or obj.is_quantized or obj.is_nested or obj.is_conj() or obj.is_neg():

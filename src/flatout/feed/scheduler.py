@@ -81,9 +81,7 @@ class BatchScheduler:
         self.pid = os.getpid()
         self.left_workers = False  # for the rest of this pass
         self.given_back = ""  # why PyTorch's iterator has to do from the next pass on
-        self.checked = (
-            False  # whether a pass with workers was watched for writes to the dataset, from its beginning
-        )
+        self.checked = False  # whether a pass with workers was watched for writes to the dataset, from its beginning
         self.iterator: weakref.ref[Any] | None = None  # the latest
         self.declared = recipe.declared if held_at is None else held_at  # workers, by the script
         self._fixed = fixed
@@ -247,9 +245,7 @@ class BatchScheduler:
             self._in_process = SeededDataset(self.recipe, no_board)
         try:
             with _one_thread, randomness.untouched():
-                batch.data = self._in_process.load(
-                    self._epoch.key, batch.number, batch.indices, batch.leave_out
-                )
+                batch.data = self._in_process.load(self._epoch.key, batch.number, batch.indices, batch.leave_out)
         except Exception as error:
             worker = batch.number % self.recipe.declared  # the one that PyTorch would have asked
             where = f"in DataLoader worker process {worker}"
@@ -379,9 +375,7 @@ class BatchScheduler:
         """Take a result in, which lies in its slot if not in `memory`."""
         batch = assignment.batch
         if memory is None:
-            memory = (
-                self.slots.lease(assignment.slot) if assignment.slot is not None else memoryview(bytearray())
-            )
+            memory = self.slots.lease(assignment.slot) if assignment.slot is not None else memoryview(bytearray())
         batch.packed, batch.bad, batch.finished = (done.skeleton, done.spans, memory), done.bad, True
         self._tuning.add_batch(done)
         self.account.made_by_workers += 1

@@ -42,9 +42,7 @@ class Slot:
         self.leased = False
         self._lease: weakref.ref[Any] | None = None
         self._map = mmap.mmap(self.fd, size)
-        self._lease_class: Any = type(
-            "SlotMemory", (ctypes.c_ubyte * size,), {}
-        )  # ctypes' own allow no weak reference
+        self._lease_class: Any = type("SlotMemory", (ctypes.c_ubyte * size,), {})  # ctypes' own allow no weak reference
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._to_be_locked = page_locked
         self.locked = False

@@ -61,9 +61,7 @@ class _Worker:
         self._arena = packing.Arena(None)
         if torch_collate.default_collate_fn_map[torch.Tensor] is packing.torch_stack:
             # Also for a custom collate_fn that ends in default_collate.
-            torch_collate.default_collate_fn_map[torch.Tensor] = lambda batch, **kw: self._arena.stack(
-                batch, **kw
-            )
+            torch_collate.default_collate_fn_map[torch.Tensor] = lambda batch, **kw: self._arena.stack(batch, **kw)
 
     def step(self) -> None:
         """One task, and what the training process sent in the meantime."""
@@ -149,9 +147,7 @@ class SeededDataset:
     """
 
     def __init__(self, recipe: Recipe, board: memoryview) -> None:
-        self._dataset = self.__wrapped__ = (
-            recipe.dataset
-        )  # the latter is for measuring: the user knows this one
+        self._dataset = self.__wrapped__ = recipe.dataset  # the latter is for measuring: the user knows this one
         self._samples: Any = self._dataset
         self._recipe = recipe
         self._board = board
@@ -169,9 +165,7 @@ class SeededDataset:
 
         self._samples = LazySamples(self._dataset)
 
-    def load(
-        self, key: randomness.Key, batch: int, indices: Any, leave_out: frozenset[int] = frozenset()
-    ) -> Any:
+    def load(self, key: randomness.Key, batch: int, indices: Any, leave_out: frozenset[int] = frozenset()) -> Any:
         """A batch, collated."""
         self._leave_out = leave_out
         self._row = 0

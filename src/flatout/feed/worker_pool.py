@@ -332,9 +332,7 @@ class Faults:
         self._blame(worker, recipe)
         self._in_vain += not worker.answers
         if self._in_vain >= _MOST_IN_VAIN:
-            raise RuntimeError(
-                f"DataLoader workers die before their first batch: the last {self._cause(worker)}"
-            )
+            raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(worker)}")
 
     def leave_out_lethal(self, batch: Batch) -> None:
         """Have a batch made without the samples that are known to kill."""

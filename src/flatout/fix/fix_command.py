@@ -97,9 +97,7 @@ def _in_a_sandbox(
 ) -> FixResult:
     """Search on overlays (`search(True)`). Where that is not possible, say so first, and go on only if allowed."""
     if why_not and not unprotected:
-        raise _refused(
-            f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces"
-        )
+        raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")
     progress.say(_REPEATED)
     # An overlay can be mounted on some systems and still fail for these files: only the first run shows that.
     if not why_not:

@@ -85,9 +85,7 @@ def _sources(command: Sequence[str]) -> list[Path]:
     named += [path for module in modules for path in (module.with_suffix(".py"), module / "__main__.py")]
     with contextlib.suppress(OSError):  # a folder that cannot be read
         scripts = [path.absolute() for path in named if path.suffix == ".py" and is_file(path)]
-        named += [
-            path for folder in {path.parent for path in scripts} for path in sorted(folder.glob("*.py"))
-        ]
+        named += [path for folder in {path.parent for path in scripts} for path in sorted(folder.glob("*.py"))]
     return sorted({path.absolute() for path in named if is_file(path)})[:_MOST_FILES]
 
 
@@ -125,9 +123,7 @@ def to_resume(command: Sequence[str], runs: Path, folder: Path | None = None) ->
     """The fix to go on with: that in `folder`, or the latest of this command. Raises UsageError where there is none."""
     if folder is not None:
         if not can_resume(folder):
-            raise UsageError(
-                f"--resume {folder}: there is no unfinished fix (one that came to its end leaves none)"
-            )
+            raise UsageError(f"--resume {folder}: there is no unfinished fix (one that came to its end leaves none)")
         found = [_load(folder)]
     else:
         found = unfinished(command, runs)
@@ -373,16 +369,12 @@ class Journal:
             self._say(f"what is measured from now on cannot be resumed: {problems[0]}")
 
     def _next_number(self) -> int:
-        return 1 + max(
-            (int(run["name"]) for kept in (*self._kept, *self._left) for run in kept.runs), default=0
-        )
+        return 1 + max((int(run["name"]) for kept in (*self._kept, *self._left) for run in kept.runs), default=0)
 
     def _write(self) -> list[str]:
         try:
             entries = [asdict(kept) for kept in (*self._kept, *self._left)]
-            write_whole(
-                self._place / JOURNAL, json.dumps(self._about | {"runs": entries}, indent=1), mode=PRIVATE
-            )
+            write_whole(self._place / JOURNAL, json.dumps(self._about | {"runs": entries}, indent=1), mode=PRIVATE)
         except OSError as problem:
             return [str(problem.strerror)]
         return []

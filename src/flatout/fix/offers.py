@@ -141,9 +141,7 @@ def _words(option: str, text: str) -> frozenset[str]:
     for word in given:
         if word not in known and not word.startswith(SETTING):
             hint = did_you_mean(word, known).replace("_", "-")
-            raise UsageError(
-                f"{option}: there is no change or class called {word.replace('_', '-')} ({hint})"
-            )
+            raise UsageError(f"{option}: there is no change or class called {word.replace('_', '-')} ({hint})")
     return frozenset(given)
 
 
@@ -277,9 +275,7 @@ def _data_path(view: View) -> Offer | None:
             changes.append(_change("pin_memory", True, why))
         if metrics.on_gpu:
             changes.append(_change("device_prefetch", True, why))
-        elastic = (
-            metrics.elastic or view.holds("loader") or any(change.name == "loader" for change in changes)
-        )
+        elastic = metrics.elastic or view.holds("loader") or any(change.name == "loader" for change in changes)
         changes += _fewer_threads(view, why, elastic=elastic)
         # Where every core is busy, or training still waits for data though the loader is ours.
         late = view.found("data.") if view.holds("loader") else view.found("data.cpu-bound")
@@ -322,9 +318,7 @@ def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
     """One thread a worker, where threads outnumber the cores: by the script's own setting, else by limiting the
     libraries, as the elastic loader does anyway."""
     workers, cores = view.metrics.workers, view.metrics.machine.cores or math.inf
-    many = [
-        knob for knob in view.knobs("threads", _is_count) if knob.value > 1 and workers * knob.value > cores
-    ]
+    many = [knob for knob in view.knobs("threads", _is_count) if knob.value > 1 and workers * knob.value > cores]
     if many:
         return [_change(f"{SETTING}{many[0].name}", 1, why, safety="identical", knob=many[0].text)]
     if not elastic and any(finding.change == "worker_threads" for finding in view.found("data.")):
@@ -441,12 +435,7 @@ def _larger_batch(view: View) -> Offer | None:
         return None
     share, most = reserved / total, (metrics.loader.length or math.inf) / _MIN_BATCHES
     wanted = 2 * batch
-    if (
-        found
-        and share < _ROOM_IN_MEMORY / 4
-        and 4 * batch <= most
-        and not view.failed("batch_size", 4 * batch)
-    ):
+    if found and share < _ROOM_IN_MEMORY / 4 and 4 * batch <= most and not view.failed("batch_size", 4 * batch):
         wanted = 4 * batch
     if wanted > most:
         return None

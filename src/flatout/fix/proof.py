@@ -69,9 +69,7 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     if same_bytes and at_the_model < needed:
         return not_proven(f"only {at_the_model} batches were seen at the model, {FEWEST_BATCHES} are needed")
     if same_bytes:
-        return _with_losses(
-            before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model"
-        )
+        return _with_losses(before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:
         return failed("other bytes reach the model, and which samples they are is not known")
     order = "in the same order"

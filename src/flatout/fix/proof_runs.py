@@ -78,9 +78,7 @@ def prove(runs: ProofRuns, kept: Sequence[Change]) -> Iterator[Verdict]:
         yield (*reseeded, *identical, *rounded), not_proven(why)
         return
     if reseeded:
-        passed = yield from _prove_class(
-            runs, reseeded, plain, standings=("reseeded", "identical"), whole=base
-        )
+        passed = yield from _prove_class(runs, reseeded, plain, standings=("reseeded", "identical"), whole=base)
         if not passed:
             base = plain
         elif passed != reseeded:
@@ -102,11 +100,7 @@ def _likely_runs(base: ProofRun, identical: Changes, rounded: Changes) -> list[P
     if identical:
         runs.append(_on_top(base, identical, IDENTITY_STEPS))
     if rounded:
-        runs += [
-            _on_top(base, (*identical, *some), PARITY_STEPS)
-            for some in (rounded, _uncompiled(rounded))
-            if some
-        ]
+        runs += [_on_top(base, (*identical, *some), PARITY_STEPS) for some in (rounded, _uncompiled(rounded)) if some]
         runs.append(_on_its_own(base))
     return runs
 

@@ -15,9 +15,7 @@ from flatout.model.stats import Gain, RunNoise
 class ProgressListener:
     """Is told how a fix goes. This one ignores it."""
 
-    def run_begins(
-        self, what: str, left_s: float, number: int, about: int, times: float | None = None
-    ) -> None:
+    def run_begins(self, what: str, left_s: float, number: int, about: int, times: float | None = None) -> None:
         """Run `number` of `about` (0: not known) begins, with so much of the time budget left.
 
         `times`: how many times as fast training is with what is kept so far."""

@@ -234,9 +234,7 @@ class Run:
         """Why nothing can be compared with this run of the command as it is, which was to take so many steps."""
         taken = self.metrics.breakdown.steps if self.trace is not None else 0
         if self.hung:
-            hint = (
-                "takes fewer steps (--steps 20), or more time (--budget)" if taken < steps else "does not end"
-            )
+            hint = "takes fewer steps (--steps 20), or more time (--budget)" if taken < steps else "does not end"
             pace = f" ({self.step_s:.2g} s a step)" if taken else ""
             return (
                 f"the command had taken {taken} of {steps} training steps when it was ended after {self.seconds:.0f} "
@@ -261,9 +259,7 @@ class Run:
         lines = self.output.strip().splitlines() or ["no output"]
         error = next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
         reason = f"exit code {self.code}: {error.strip()[:160]}"
-        frames = [
-            m for m in _FRAME.finditer(self.output) if "-packages" not in m[1] and "/flatout/" not in m[1]
-        ]
+        frames = [m for m in _FRAME.finditer(self.output) if "-packages" not in m[1] and "/flatout/" not in m[1]]
         if frames:
             reason += f" at {Path(frames[-1][1]).name}:{frames[-1][2]}"
         return reason
@@ -304,14 +300,10 @@ class Launcher:
         self._folder.mkdir(exist_ok=True)
         if self._overlay is None:
             self._overlay = not sandbox.why_no_overlay(self._command, self._folder)
-        with tempfile.TemporaryDirectory(
-            prefix="scratch-", dir=self._folder, ignore_cleanup_errors=True
-        ) as scratch:
+        with tempfile.TemporaryDirectory(prefix="scratch-", dir=self._folder, ignore_cleanup_errors=True) as scratch:
             sandboxed = replace(trial, seed=SEED, protect=Path(scratch), overlay=self._overlay)
             xray = not trial.fingerprints
-            code = launcher.run(
-                self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=sandboxed
-            )
+            code = launcher.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=sandboxed)
         run = recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
         self._check_overlay(run, first=folder.name == "01")
         return run

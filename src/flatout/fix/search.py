@@ -98,9 +98,7 @@ class Search:
         result.seconds = self._budget.spent_s
         result.noise = noise = self._history.noise
         if noise.repeats and noise.sd > UNSTEADY:
-            self._remark(
-                f"runs of the same plan vary by ±{noise.sd:.0%}: a gain below that may not have shown"
-            )
+            self._remark(f"runs of the same plan vary by ±{noise.sd:.0%}: a gain below that may not have shown")
         return result
 
     def _remark(self, text: str) -> None:
@@ -152,8 +150,9 @@ class Search:
         changes = with_changes((), [change for offer in offered for change in offer.changes])
         ends_s = self._trials.reserve_s(changes) + self._trials.compare_s()
         room = max(1, int((self._budget.left_s - ends_s) / trial_s))
-        trials = count_of(room, "trial")
-        return f"{takes}: there is time for {trials}, the proof and the last comparison ({ends_s:.0f} s)"
+        return (
+            f"{takes}: there is time for {count_of(room, 'trial')}, the proof and the last comparison ({ends_s:.0f} s)"
+        )
 
     def _whole_s(self, offer: Offer) -> float:
         """The seconds to try an offer, prove it, and measure before and after once more."""
@@ -308,11 +307,7 @@ class Search:
 
     def _settle(self, offer: Offer, run: Run, *, again: bool) -> None:
         gained, pays = self._judge(offer, again=again)
-        why_not = (
-            self._compiling_too_dear(offer.changes, run, gained)
-            if pays
-            else self._why_not_shown(gained, offer)
-        )
+        why_not = self._compiling_too_dear(offer.changes, run, gained) if pays else self._why_not_shown(gained, offer)
         if not why_not:
             self._keep(offer, run, gained)
         elif not pays and not again and gained.value > 1 and gained.high >= MIN_GAIN:
@@ -377,9 +372,7 @@ class Search:
             if self._trials.affords(part.changes):
                 self._try(part)
             else:
-                self._decide(
-                    part.changes, "undone", note="the budget was spent before it could be tried alone"
-                )
+                self._decide(part.changes, "undone", note="the budget was spent before it could be tried alone")
 
     def _failed(self, run: Run) -> bool:
         return not run.is_measured or run.code not in (0, self._trials.before.code)
@@ -387,9 +380,7 @@ class Search:
     def _applied(self, changes: Sequence[Change], run: Run) -> tuple[Change, ...]:
         applied = []
         for change in changes:
-            refused = run.why_not_applied(change) or scaled_twice(
-                change, self._trials.before.metrics, run.metrics
-            )
+            refused = run.why_not_applied(change) or scaled_twice(change, self._trials.before.metrics, run.metrics)
             if refused:
                 self._decide((change,), "not applicable", note=refused)
             else:
@@ -402,9 +393,7 @@ class Search:
         self.result.after = run
         # The elastic loader finds its own number of workers: one set by hand is no longer a question.
         if "loader" in names:
-            self._close_calls = [
-                o for o in self._close_calls if not {c.name for c in o.changes} <= LOADED_BY_HAND
-            ]
+            self._close_calls = [o for o in self._close_calls if not {c.name for c in o.changes} <= LOADED_BY_HAND]
         for change in earlier:
             if change not in self.result.kept and change.name not in names:
                 self._decide((change,), "undone", note=f"{all_in_words(changes)} takes its place")
@@ -436,9 +425,7 @@ class Search:
         Two epochs, because a script may evaluate after the first in any case.
         """
         view, kept, run = self._view(), self.result.kept, self._trials.after
-        permitted = any(
-            self._wishes.permits(Change(name=name, value=0, safety="semantic")) for name in PAUSES
-        )
+        permitted = any(self._wishes.permits(Change(name=name, value=0, safety="semantic")) for name in PAUSES)
         if not permitted or not pause_knobs(view):
             return
         epoch = self._trials.epoch_steps()
@@ -567,9 +554,7 @@ class Search:
             self.result.after = self._pauses_run or self._trials.after
             if not only_pauses:
                 self.result.out_of_time = True
-                self._remark(
-                    "no time was left to measure before and after once more: the gain is that of the trials"
-                )
+                self._remark("no time was left to measure before and after once more: the gain is that of the trials")
         if self._history.speeds(kept):
             self._conclude(fresh)
         else:  # interrupted in between, or a proof has taken something away

@@ -14,17 +14,7 @@ from typing import NamedTuple
 
 from flatout.model.formatting import in_full
 from flatout.model.plan import Figure
-from flatout.model.stats import (
-    Gain,
-    Measured,
-    RunNoise,
-    blocks_of,
-    enough,
-    error_of,
-    half_width,
-    unsure,
-    warm_up,
-)
+from flatout.model.stats import Gain, Measured, RunNoise, blocks_of, enough, error_of, half_width, unsure, warm_up
 from flatout.trace import RankTrace, Step, Trace, Window
 
 FEWEST_STEPS = 12
@@ -91,8 +81,7 @@ def measure(trace: Trace) -> Speed | None:
     # Pauses come at the end of an epoch, and count over all steps.
     every_step = sum(row.steps for row in every)
     pauses_ms = {
-        kind: sum(row.not_training_ms[kind] for row in every) / every_step
-        for kind in EVALUATION_AND_CHECKPOINT
+        kind: sum(row.not_training_ms[kind] for row in every) / every_step for kind in EVALUATION_AND_CHECKPOINT
     }
     step_ms = _step_ms(rows)
     blocks_ms = [_step_ms(rows[block]) for block in blocks_of(len(rows))]

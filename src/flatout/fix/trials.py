@@ -89,12 +89,7 @@ class Trials:
     """Makes the runs of a fix. `result` holds what is kept so far; `steps`: of each run, if given."""
 
     def __init__(
-        self,
-        runner: Runner,
-        result: FixResult,
-        budget: TimeBudget,
-        progress: ProgressListener,
-        steps: int | None,
+        self, runner: Runner, result: FixResult, budget: TimeBudget, progress: ProgressListener, steps: int | None
     ) -> None:
         self._runner = runner
         self._result = result
@@ -167,9 +162,7 @@ class Trials:
         longest_s = max(self._budget.run_s(one.changes) + one.steps * self.before.step_s for one in requests)
         timeout_s = min(crowded * self._budget.timeout_s(longest_s), 2 * max(0.0, self._budget.left_s) + 30)
         runs = self._runner.prove(requests, timeout_s=timeout_s, at_once=at_once)
-        took_s = max(
-            self._budget.spent_s - began_s, *(run.seconds for run in runs)
-        )  # they may be earlier runs
+        took_s = max(self._budget.spent_s - began_s, *(run.seconds for run in runs))  # they may be earlier runs
         self._result.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
         return runs
 
@@ -232,9 +225,7 @@ class Trials:
         training_s = proof_steps(plan) * (self.before.step_s + (PROOF_RUNS - 1) * self.after.step_s)
         return reserve_s + PROOF_RUNS * self.before.start_s + training_s + self._budget.compiled_again_s(plan)
 
-    def affords(
-        self, changes: Sequence[Change] = (), seconds: float | None = None, *, compare: bool = True
-    ) -> bool:
+    def affords(self, changes: Sequence[Change] = (), seconds: float | None = None, *, compare: bool = True) -> bool:
         """Whether there is time for a run with these changes too, or for so many seconds."""
         if seconds is None:
             seconds = self._budget.run_s(with_changes(self._result.kept, changes))

@@ -46,17 +46,13 @@ def loader_facts(loader: Any) -> LoaderFacts:
     dataset = loader.dataset
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     context = loader.multiprocessing_context
-    method = (
-        context.get_start_method() if context is not None else torch.multiprocessing.get_start_method(True)
-    )
+    method = context.get_start_method() if context is not None else torch.multiprocessing.get_start_method(True)
     return LoaderFacts(
         dataset=_qualified_name(dataset),
         length=length_of(dataset),
         iterable=iterable,
         batch_size=loader.batch_size,
-        batches=None
-        if iterable
-        else length_of(loader),  # torch warns when a stream has another length than it says
+        batches=None if iterable else length_of(loader),  # torch warns when a stream has another length than it says
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
@@ -102,12 +98,7 @@ class TokenCounts:
     def __init__(self) -> None:
         self._asked = 0
         self._off = False
-        self._samples, self._tokens, self._shown, self._padding = (
-            0,
-            0,
-            0,
-            0.0,
-        )  # shown: where padding can be seen
+        self._samples, self._tokens, self._shown, self._padding = 0, 0, 0, 0.0  # shown: where padding can be seen
 
     def wants(self, batch: Any) -> bool:
         """Whether this batch is one to look at."""
@@ -445,9 +436,7 @@ class Meters:
         self._folder = folder
         if self._subscriber is None:
             self._subscriber = self._patches.subscriber(Stage.OBSERVE, _fail)
-            self._subscriber.around(
-                "torch.utils.data.dataloader._DatasetKind.create_fetcher", self._create_fetcher
-            )
+            self._subscriber.around("torch.utils.data.dataloader._DatasetKind.create_fetcher", self._create_fetcher)
 
     def clear(self) -> None:
         """Forget what was measured: it is another process's."""

@@ -85,9 +85,7 @@ TABLE: tuple[Patch, ...] = (
     Patch("torch.nn.utils.clip_grad", _CLIPS, "the time of the optimizer", phase=OPTIMIZER, computes=True),
     Patch("torch.amp.grad_scaler.GradScaler", "step", "steps that are skipped"),
     Patch("torch.Tensor", "to", "copies to the GPU; a copy that is there already"),
-    Patch(
-        "torch.Tensor", "cuda", "copies to the GPU; a copy that is there already", phase=COPY, computes=True
-    ),
+    Patch("torch.Tensor", "cuda", "copies to the GPU; a copy that is there already", phase=COPY, computes=True),
     Patch("torch.Tensor", "pin_memory copy_", "copies to the GPU", phase=COPY, computes=True),
     Patch("torch.Tensor", _READS, "waiting for the GPU, with the line of the script", phase=SYNC),
     Patch("torch", "softmax", _BY_HAND, FIRST_STEPS),
@@ -123,19 +121,10 @@ ELSEWHERE: tuple[Patch, ...] = (
     Patch("json", "load", "the script's settings; a plan's values for them"),
     Patch("sys", "meta_path", "what is imported"),
     Patch("gc", "callbacks", "the time of garbage collections"),
-    Patch(
-        "importlib.machinery.SourceFileLoader", "get_code", "a plan's values in Python config modules", PLAN
-    ),
-    Patch(
-        "torch.autograd.profiler.profile", "_prepare_trace", "the X-ray gives way to a profiler", "an X-ray"
-    ),
+    Patch("importlib.machinery.SourceFileLoader", "get_code", "a plan's values in Python config modules", PLAN),
+    Patch("torch.autograd.profiler.profile", "_prepare_trace", "the X-ray gives way to a profiler", "an X-ray"),
     Patch("sys.modules", "torch._dynamo", "the compiler is loaded only when it is used", TRIAL),
-    Patch(
-        "os, io, shutil",
-        "open rename remove …",
-        "the trial's files are kept apart",
-        "a trial without an overlay",
-    ),
+    Patch("os, io, shutil", "open rename remove …", "the trial's files are kept apart", "a trial without an overlay"),
     Patch("a model", "_compiled_call_impl", "the time of the forward pass; what a plan changes around it"),
     Patch("an optimizer", "step", "steps with infinite gradients are left out, with fp16", PLAN),
 )
@@ -340,8 +329,7 @@ def original(function: Any) -> Any:
 def rows() -> list[tuple[str, str, str]]:
     """The tables as text: what is replaced, in what, and why."""
     return [
-        (f"{patch.owner}: {', '.join(patch.names.split())}", patch.when, patch.why)
-        for patch in (*TABLE, *ELSEWHERE)
+        (f"{patch.owner}: {', '.join(patch.names.split())}", patch.when, patch.why) for patch in (*TABLE, *ELSEWHERE)
     ]
 
 

@@ -63,9 +63,7 @@ class _Piece:
     quiet: bool  # nothing was launched in it, whatever it will be called
     loader: int | None  # whose batch it waited for
 
-    def goes_on_as(
-        self, name: str, where: str | None, start_s: float, loader: int | None, mark: int | None
-    ) -> bool:
+    def goes_on_as(self, name: str, where: str | None, start_s: float, loader: int | None, mark: int | None) -> bool:
         """Whether what begins then is more of the same. Else a collection or a signal handler came between."""
         same = self.name == name and self.end_s == start_s and self.where == where and self.loader == loader
         return same and self.mark is None and mark is None
@@ -298,9 +296,7 @@ class Recorder:
                 piece.name, piece.where, piece.loader = EVALUATION, None, None
         joined = pieces[:since]
         for piece in pieces[since:]:
-            if joined and joined[-1].goes_on_as(
-                piece.name, piece.where, piece.start_s, piece.loader, piece.mark
-            ):
+            if joined and joined[-1].goes_on_as(piece.name, piece.where, piece.start_s, piece.loader, piece.mark):
                 joined[-1].end_s = piece.end_s
             else:
                 joined.append(piece)
@@ -324,11 +320,7 @@ class Recorder:
             self._whole = len(self.tape)
             self.steps += 1
             self.measured += 1
-            if (
-                self.steps >= self._closely_at
-                or self._whole >= _ON_TAPE
-                or now_s - self._open.start_s >= _ON_TAPE_S
-            ):
+            if self.steps >= self._closely_at or self._whole >= _ON_TAPE or now_s - self._open.start_s >= _ON_TAPE_S:
                 self._play()
                 now_s = self.clock()
                 self._begin_step()
@@ -502,9 +494,7 @@ class _Evaluation:
 
     def called(self, pieces: int) -> None:
         """What came before was evaluation, which goes on until training shows itself."""
-        self._in_hand = {
-            k: n for k, n in self._in_hand.items() if k in self.train_loaders and k != self._fed_by
-        }
+        self._in_hand = {k: n for k, n in self._in_hand.items() if k in self.train_loaders and k != self._fed_by}
         self._begin_anew(pieces, evaluated=self._fed_by)
         self.on = True
 

@@ -65,28 +65,20 @@ class Process:
         self._paused: StackSampler | None = None
 
     def begin(
-        self,
-        options: Options,
-        settings: Settings,
-        ledger: Ledger | None = None,
-        sampling: Sampling | None = None,
+        self, options: Options, settings: Settings, ledger: Ledger | None = None, sampling: Sampling | None = None
     ) -> Recording:
         """Make a plan's changes and start recording; `ledger` has changes that are made already."""
         self.meters.start(options.folder)
         if self.applied is None and (options.plan is not None or options.trial is not None):
             from flatout.inside.changes.applied import Applied  # seldom needed, and not small
 
-            self.applied = Applied(
-                options, ledger or Ledger(), _rank_and_world_size, self.patches, self.roots
-            )
+            self.applied = Applied(options, ledger or Ledger(), _rank_and_world_size, self.patches, self.roots)
         if self.recording is None or self.recording.closed:
             self.recording = Recording(self, options, settings, sampling)
         if not self._follows_forks:
             self._follows_forks = True
             os.register_at_fork(
-                before=self._before_fork,
-                after_in_parent=self._after_fork,
-                after_in_child=self._start_over_in_child,
+                before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._start_over_in_child
             )
         return self.recording
 
@@ -146,9 +138,7 @@ class Recording:
         self._began_s = time.monotonic()
         with_cuda = torch.version.cuda is not None
         gpu = CudaClock() if with_cuda else None
-        self.recorder = Recorder(
-            clock=time.monotonic, emit=self._emit, gpu=gpu, losses=LossReader(), sampling=sampling
-        )
+        self.recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=LossReader(), sampling=sampling)
         self._exchange: GradientExchange | None = None
         self._parallel: ParallelFacts | None = None
         self._last_optimizer: Callable[[], Any] = lambda: None  # weak: its parameters may be many
@@ -355,9 +345,7 @@ class Recording:
         steps = max(1, self.recorder.steps)
         measuring_us = self.recorder.own_s / steps * 1e6
         writing_us = (self._writer.busy_s if self._writer is not None else 0.0) / steps * 1e6
-        return OwnCost(
-            us_per_step=measuring_us + writing_us, measuring_us=measuring_us, writing_us=writing_us
-        )
+        return OwnCost(us_per_step=measuring_us + writing_us, measuring_us=measuring_us, writing_us=writing_us)
 
     def _note(self, text: str) -> None:
         self._write(Note(time_s=time.monotonic(), text=text))

@@ -267,30 +267,15 @@ def install(sandbox: Sandbox) -> None:
     os.unlink = os.remove
     shutil.rmtree = _redirected(_rmtree, shadows, shadows.rmtree)
     os.open = _redirected(
-        os.open,
-        shadows,
-        lambda name, flags, mode=0o777: plain["open"](shadows.open_flags(name, flags), flags, mode),
+        os.open, shadows, lambda name, flags, mode=0o777: plain["open"](shadows.open_flags(name, flags), flags, mode)
     )
     builtins.open = io.open = _open_redirected(shadows)
     io.FileIO = _io.FileIO = _file_io_redirected(shadows)  # type: ignore[misc]
     os.rename = os.replace = _of_two(os.rename, shadows, shadows.move)
     os.link = _of_two(os.link, shadows, shadows.link)
     os.symlink = _symlink_redirected(shadows)
-    accessor: Any = getattr(
-        pathlib, "_NormalAccessor", None
-    )  # Python 3.10 holds on to the functions it found
-    for name in (
-        "stat",
-        "open",
-        "listdir",
-        "scandir",
-        "mkdir",
-        "unlink",
-        "rmdir",
-        "rename",
-        "replace",
-        "chmod",
-    ):
+    accessor: Any = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 holds on to the functions it found
+    for name in ("stat", "open", "listdir", "scandir", "mkdir", "unlink", "rmdir", "rename", "replace", "chmod"):
         if accessor is not None:
             setattr(accessor, name, staticmethod(io.open if name == "open" else getattr(os, name)))
 
@@ -313,9 +298,7 @@ def redirect_safetensors(module: Any, sandbox: Sandbox) -> None:
     """safetensors reads and writes its files in Rust."""
     shadows = Shadows(sandbox)
     save, load = module.save_file, module.load_file
-    module.save_file = lambda tensors, filename, *a, **k: save(
-        tensors, shadows.place(filename, shadows.write), *a, **k
-    )
+    module.save_file = lambda tensors, filename, *a, **k: save(tensors, shadows.place(filename, shadows.write), *a, **k)
     module.load_file = lambda filename, *a, **k: load(shadows.place(filename, shadows.read), *a, **k)
 
 
@@ -326,9 +309,7 @@ def _elsewhere(function: Any, find: Callable[..., str], name: str, *args: Any, *
     return function(find(name), *args, **kwargs)
 
 
-def _redirected(
-    function: Any, shadows: Shadows, covered: Callable[..., Any], *, descriptors: bool = False
-) -> Any:
+def _redirected(function: Any, shadows: Shadows, covered: Callable[..., Any], *, descriptors: bool = False) -> Any:
     """The same, but something else for a covered path, and with `descriptors` for an open file."""
 
     @functools.wraps(function)

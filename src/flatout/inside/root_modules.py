@@ -146,9 +146,7 @@ class RootModules:
 
     def is_untimed(self) -> bool:
         """Whether a call is not to be timed: it is inside another, in another thread, or all is over."""
-        return (
-            self.inside_timed or self._time is None or self._time.off or get_ident() != self.recorder.thread
-        )
+        return self.inside_timed or self._time is None or self._time.off or get_ident() != self.recorder.thread
 
     def begin(self, *, learns: bool, training: bool, trained: bool) -> None:
         """A call that is to be timed begins (see Recorder.forward)."""
@@ -183,9 +181,7 @@ class RootModules:
     def why_none(self) -> str:
         """Why no root may have been found."""
         if self._script_compiles_functions:
-            return (
-                "the script compiles a function of its own, and what is called in there is not ours to change"
-            )
+            return "the script compiles a function of its own, and what is called in there is not ours to change"
         return "no module that an optimizer trains was called"
 
     def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:

@@ -65,9 +65,7 @@ def in_force(optimizer: OptimizerFacts) -> Facts:
 def _distributed() -> ProcessGroup | None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    return ProcessGroup(
-        backend=torch.distributed.get_backend(), world_size=torch.distributed.get_world_size()
-    )
+    return ProcessGroup(backend=torch.distributed.get_backend(), world_size=torch.distributed.get_world_size())
 
 
 def _gpu() -> dict[str, Any]:
@@ -98,9 +96,7 @@ def gradient_exchange(modules: Iterable[Any]) -> GradientExchange | None:
             took_ns = timed.get("avg_backward_comm_time", 0)
             hidden_ns = timed.get("avg_backward_compute_comm_overlap_time", 0)
             if took_ns:
-                return GradientExchange(
-                    hidden_ms=hidden_ns / 1e6, waited_ms=max(0, took_ns - hidden_ns) / 1e6
-                )
+                return GradientExchange(hidden_ms=hidden_ns / 1e6, waited_ms=max(0, took_ns - hidden_ns) / 1e6)
     return None
 
 
@@ -188,10 +184,7 @@ class FlopWatch:
 # -- attention written out by hand
 
 _SOFTMAX = ("torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax")
-_SCRIPTED = (
-    "torch.jit._script.get_jit_def",
-    "torch.jit._recursive.get_jit_def",
-)  # script itself counts its callers
+_SCRIPTED = ("torch.jit._script.get_jit_def", "torch.jit._recursive.get_jit_def")  # script itself counts its callers
 _STEPS = 3
 _MIN_LENGTH = 128  # below this the scores are small
 _PRODUCTS = frozenset({"Bmm", "Mm", "Baddbmm", "Addmm"})  # as autograd calls them

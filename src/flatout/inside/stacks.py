@@ -93,9 +93,7 @@ class StackSampler:
     def start(self) -> None:
         """Begin to look, or go on."""
         self._stopping = threading.Event()
-        self._runner = threading.Thread(
-            target=self._run, args=(self._stopping,), name="flatout-stacks", daemon=True
-        )
+        self._runner = threading.Thread(target=self._run, args=(self._stopping,), name="flatout-stacks", daemon=True)
         self._runner.start()
 
     def stop(self) -> None:

@@ -130,9 +130,7 @@ class Settings:
 
     def arguments(self, parser: Any, namespace: Any) -> None:
         """The command line has been parsed: remember the values, with the option that sets each."""
-        options = {
-            action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings
-        }
+        options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
         self.loaded("argparse", None, vars(namespace), options)
 
     def note_config_modules(self) -> None:
@@ -148,9 +146,7 @@ class Settings:
             of_user = path.startswith(here) or os.path.dirname(path) in sys.path  # noqa: PTH120
             if of_user and path and not path.startswith(_PYTHONS_OWN):
                 plain = (bool, int, float, str, list, tuple, dict, type(None))
-                values = {
-                    k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, plain)
-                }
+                values = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, plain)}
                 self.loaded("python", path, values)
 
 

@@ -46,9 +46,7 @@ Phase = Callable[..., str | None]
 class Timing:
     """Times the training thread's calls for one Recorder, and tells a Recording what else it wants to know."""
 
-    def __init__(
-        self, time: Subscriber, roots: RootModules, recorder: Recorder, recording: Recording
-    ) -> None:
+    def __init__(self, time: Subscriber, roots: RootModules, recorder: Recorder, recording: Recording) -> None:
         self._recorder = recorder
         self._recording = recording
         self._roots = roots
@@ -74,8 +72,7 @@ class Timing:
         time.before("torch.autocast.__enter__", self._note_autocast)
         time.before("os._exit", self._close_before_exit)
         time.after(
-            "torch.optim.optimizer.Optimizer.__init__",
-            lambda optimizer, *_, **__: self._optimizers.put(optimizer),
+            "torch.optim.optimizer.Optimizer.__init__", lambda optimizer, *_, **__: self._optimizers.put(optimizer)
         )
         self._install_optimizer_steps()
         self._install_collections()
@@ -97,9 +94,7 @@ class Timing:
                 continue
             phase = _phase_of_reading if patch.owner == "torch.Tensor" else _always(patch.phase)
             for where in patch.attributes:
-                self._time.time(
-                    where, functools.partial(self._build_phase, special.get(where, phase), patch.computes)
-                )
+                self._time.time(where, functools.partial(self._build_phase, special.get(where, phase), patch.computes))
 
     def _close_before_exit(self, status: int) -> None:
         if os.getpid() == self._pid:
@@ -173,9 +168,7 @@ class Timing:
                 return point.call(source, *args, **kwargs)
             if recorder.busy or not recorder.steps:
                 return point.call(source, *args, **kwargs)
-            return self._fetch(
-                self._guarded(self._number_of, source) or 0, point.call, source, *args, **kwargs
-            )
+            return self._fetch(self._guarded(self._number_of, source) or 0, point.call, source, *args, **kwargs)
 
         return get
 
@@ -267,11 +260,7 @@ class Timing:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling() or roots.is_untimed():
                 return compiled(*args, **kwargs)
-            calls, written, closely = (
-                self._optimizer_calls,
-                self._guarded(self._written) or {},
-                not recorder.light,
-            )
+            calls, written, closely = self._optimizer_calls, self._guarded(self._written) or {}, not recorder.light
             if closely and steps_optimizer:
                 self._guarded(recorder.push, OPTIMIZER)
             elif closely:
@@ -394,9 +383,7 @@ class Timing:
             It may come again while another's callback runs.
             """
             problem = unraisable.exc_value
-            if problem is not None and (
-                unraisable.object is collecting or hasattr(problem, "_flatout_again")
-            ):
+            if problem is not None and (unraisable.object is collecting or hasattr(problem, "_flatout_again")):
                 _raise_later(get_ident(), problem)
             else:
                 call(unraisable)

@@ -46,10 +46,7 @@ _MOST_ROUNDS = 3  # with and without
 _WORTH = 0.01  # a smaller share of the time is not worth a change
 _GC_AT_LEAST_S, _GC_LEFT = 20.0, 0.5  # what leaves more of the pauses is taken back
 _MINUTE_S, _AGAIN_AFTER_S = 60.0, 300.0
-_SLOWER, _WAITS_MORE = (
-    1.25,
-    0.1,
-)  # times the median step, and added share of waiting: the bottleneck has moved
+_SLOWER, _WAITS_MORE = 1.25, 0.1  # times the median step, and added share of waiting: the bottleneck has moved
 
 
 class Seen(NamedTuple):
@@ -164,9 +161,7 @@ class Tuner:
             next(self._work)
         except Exception as problem:
             self.over, self.wants_every_step = True, False
-            self._tell(
-                f"tuning has ended ({redact_text(f'{type(problem).__name__}: {problem}')}); training goes on"
-            )
+            self._tell(f"tuning has ended ({redact_text(f'{type(problem).__name__}: {problem}')}); training goes on")
         self._fresh.clear()
 
     # -- what is decided, one after the other
@@ -254,9 +249,7 @@ class Tuner:
         self._freeze(on=True)
         after = yield from self._measured(_GC_AT_LEAST_S)
         kept = after.collecting <= _GC_LEFT * before.collecting
-        text = (
-            f"garbage collections took {before.collecting:.1%} of the time, and {after.collecting:.1%} frozen"
-        )
+        text = f"garbage collections took {before.collecting:.1%} of the time, and {after.collecting:.1%} frozen"
         self._decide(FREEZE, f"{text}, {'kept' if kept else 'taken back'}", kept=kept)
         if not kept:
             self._freeze(on=False)
@@ -284,9 +277,7 @@ class Tuner:
             if self._now_s < again_s:
                 continue
             if median_s > _SLOWER * then_median_s:
-                return (
-                    f"steps take {median_s / then_median_s - 1:.0%} longer than when the loader was decided"
-                )
+                return f"steps take {median_s / then_median_s - 1:.0%} longer than when the loader was decided"
             if waiting >= then.waiting + _WAITS_MORE:
                 return f"the loop waits for data in {waiting:.0%} of the time, it was {then.waiting:.0%}"
 
@@ -393,10 +384,7 @@ class Tuner:
             for name, (is_kept, text) in self._decided.items()
             if not is_kept
         ]
-        return Plan(
-            changes=tuple(replace(changes[name], note=text) for name, text in kept.items()),
-            tried=tuple(tried),
-        )
+        return Plan(changes=tuple(replace(changes[name], note=text) for name, text in kept.items()), tried=tuple(tried))
 
     def entries(self) -> tuple[AppliedChange, ...]:
         """For the trace: what became of each change. What was taken back, or not reached, is not in force."""

@@ -231,10 +231,7 @@ class _State:
     @property
     def rest(self) -> dict[str, Any]:
         """Everything but the weights, as a file can hold it."""
-        return {
-            "buffers": _on_host(self._buffers),
-            "remembered": [_plain(state) for state in self._optimizer_states],
-        }
+        return {"buffers": _on_host(self._buffers), "remembered": [_plain(state) for state in self._optimizer_states]}
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Any]) -> None:

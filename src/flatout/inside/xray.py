@@ -21,13 +21,9 @@ from flatout.model.stats import enough
 from flatout.trace import Sketch, Step, Xray
 from flatout.trace.downsample import LightSteps
 
-_MATRIX = re.compile(
-    r"gemm|conv|xmma|cutlass|cudnn|wgrad|dgrad|fprop|flash|fmha|nvjet|attention|wgmma|matmul", re.I
-)
+_MATRIX = re.compile(r"gemm|conv|xmma|cutlass|cudnn|wgrad|dgrad|fprop|flash|fmha|nvjet|attention|wgmma|matmul", re.I)
 # Kernels of cuDNN that multiply nothing.
-_NOT_MATRIX = re.compile(
-    r"batchnorm|bn_[fb]w|nchwTo|nhwcTo|dropout|elementwise|elemwise|pooling|workspace", re.I
-)
+_NOT_MATRIX = re.compile(r"batchnorm|bn_[fb]w|nchwTo|nhwcTo|dropout|elementwise|elemwise|pooling|workspace", re.I)
 _TENSOR_CORES = re.compile(
     r"tensorop|hmma|wgmma|s16816|s1688|h16816|h1688|bf16|f16f16|tf32|_f16|nvjet|flash|fmha|s884|sm90_xmma_gemm_(?!f32f32_f32f32_f32)",
     re.I,
@@ -76,9 +72,7 @@ class Profiler:
 
         `torch.profiler` would load torch's compiler, which takes seconds.
         """
-        graphs = (
-            "torch._inductor.cudagraph_trees" in sys.modules
-        )  # loaded when the compiler makes its first one
+        graphs = "torch._inductor.cudagraph_trees" in sys.modules  # loaded when the compiler makes its first one
         set_by_user = "TEARDOWN_CUPTI" in os.environ
         os.environ.setdefault("TEARDOWN_CUPTI", str(int(not graphs)))
         self._shift_ns = time.monotonic_ns() - time.time_ns()
@@ -112,9 +106,7 @@ class Profiler:
         """What ran on the GPU, in the order of starts, in nanoseconds of CLOCK_MONOTONIC."""
         events = self.results.events()
         on_gpu = [event for event in events if str(event.device_type()) == "DeviceType.CUDA"]
-        launches = {
-            e.correlation_id(): e.start_ns() for e in events if str(e.device_type()) != "DeviceType.CUDA"
-        }
+        launches = {e.correlation_id(): e.start_ns() for e in events if str(e.device_type()) != "DeviceType.CUDA"}
         kernels = []
         for event in sorted(on_gpu, key=lambda event: event.start_ns()):
             start_ns, launched_ns = event.start_ns() + self._shift_ns, launches.get(event.correlation_id())
@@ -131,12 +123,7 @@ class XraySchedule:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        write: Callable[[Xray], None],
-        note: Callable[[str], None],
-        *,
-        at_the_end: bool,
+        self, recorder: Recorder, write: Callable[[Xray], None], note: Callable[[str], None], *, at_the_end: bool
     ) -> None:
         self._recorder = recorder
         self._write = write

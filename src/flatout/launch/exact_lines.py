@@ -54,9 +54,7 @@ def find_py_spy() -> str:
     """The program, on PATH or beside flatout's Python."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
-        raise UsageError(
-            "--lines exact needs the program py-spy, which is not here: pip install 'flatout[exact]'"
-        )
+        raise UsageError("--lines exact needs the program py-spy, which is not here: pip install 'flatout[exact]'")
     return program
 
 
@@ -90,9 +88,7 @@ class PySpies:
             spy.signal(signal.SIGINT)  # it writes what it has seen, and ends
         end_s = time.monotonic() + _END_WITHIN_S
         why = self._why_none | {spy.info.rank: spy.conclude(end_s) for spy in self._spies}
-        return [
-            f"the lines of rank {rank} are sampled, not exact: {text}" for rank, text in why.items() if text
-        ]
+        return [f"the lines of rank {rank} are sampled, not exact: {text}" for rank, text in why.items() if text]
 
     def close(self) -> None:
         """Leave none of them behind."""
@@ -213,11 +209,7 @@ class _PySpy:
         """One line of a file that has not changed since the training began."""
         with suppress(OSError):
             status = Path(file).stat()
-            if (
-                Path(file).is_file()
-                and status.st_size < _LARGEST_SOURCE
-                and status.st_mtime < self.info.started_unix_s
-            ):
+            if Path(file).is_file() and status.st_size < _LARGEST_SOURCE and status.st_mtime < self.info.started_unix_s:
                 return linecache.getline(file, number).strip()[:160]
         return ""
 

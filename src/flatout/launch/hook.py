@@ -68,9 +68,7 @@ class Hook:
 def hook_of(python: str) -> Hook:
     """The hook of a Python interpreter, which is asked where its site-packages are."""
     try:
-        done = subprocess.run(
-            [python, "-I", "-c", _ASK], capture_output=True, text=True, timeout=30, check=True
-        )
+        done = subprocess.run([python, "-I", "-c", _ASK], capture_output=True, text=True, timeout=30, check=True)
         site, version = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         raise UsageError(f"{python} is not a Python that runs") from None

@@ -143,12 +143,7 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
             words = [*sandbox.entrance(box), *words]
     with (options.folder / OUTPUT).open("wb") as output:
         process = _start(
-            words,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     if isinstance(process, int):
         return process
@@ -419,15 +414,11 @@ def _why_lost(process: Path) -> str | None:
     started_it = not flag and str(INJECTED) in environment.get("PYTHONPATH", "").split(os.pathsep)
     if started_it or (site / HOOK).exists():
         return None
-    cause = (
-        f"Python was started with {flag} and ignores PYTHONPATH" if flag else "PYTHONPATH was replaced for it"
-    )
+    cause = f"Python was started with {flag} and ignores PYTHONPATH" if flag else "PYTHONPATH was replaced for it"
     # The interpreter of the environment that has this torch.
     pythons = [folder / "bin" / "python" for folder in site.parents]
     python = next(filter(Path.exists, pythons), None) or (process / "exe").readlink()
-    return (
-        f"{cause}. To have it measured: flatout hook install --python {shlex.quote(redact_text(str(python)))}"
-    )
+    return f"{cause}. To have it measured: flatout hook install --python {shlex.quote(redact_text(str(python)))}"
 
 
 def _ignores_pythonpath(command: Sequence[str]) -> str:
@@ -475,9 +466,7 @@ def signals_as_ctrl_c() -> Iterator[None]:
         yield
         return
     handlers = {number: signal.getsignal(number) for number in _PASSED_ON}
-    replaced = {
-        number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)
-    }
+    replaced = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     try:
         for number in replaced:
             signal.signal(number, signal.default_int_handler)

@@ -66,9 +66,7 @@ class Trial:
     # What the command writes goes to this scratch folder, by overlays or else by redirection; None lets it write.
     protect: Path | None = None
     overlay: bool = True
-    turns: tuple[
-        str, ...
-    ] = ()  # changes to switch on and off before the rest is measured; what pays stays on
+    turns: tuple[str, ...] = ()  # changes to switch on and off before the rest is measured; what pays stays on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +81,7 @@ class Options:
     plan: Plan | None = None
     trial: Trial | None = None
     tune: bool = False  # decide while training runs which changes of the plan to keep
-    read_by: int | None = (
-        None  # a process that may read the memory of those that are measured, and so may its children
-    )
+    read_by: int | None = None  # a process that may read the memory of those that are measured, and so may its children
 
     def to_environment(self) -> str:
         """The value of the variable. The system takes 128 KiB at most: what a plan says of changes tried stays out."""
@@ -185,9 +181,7 @@ class SignalsReceived:
         self._read_end, self.write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.environment = {_PIPE: f"{self.write_end} {os.fstat(self.write_end).st_ino}"}
         self._received: list[tuple[int, float]] = []  # signals, and when
-        self._echoes: Counter[int] = (
-            Counter()
-        )  # signals that we have passed on, of which the command writes too
+        self._echoes: Counter[int] = Counter()  # signals that we have passed on, of which the command writes too
         self.listens = False  # whether a process writes down what it receives
 
     def close(self) -> None:

@@ -152,18 +152,10 @@ def may_mount() -> bool:
 def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
     """What to add to a trial's environment."""
     scratch = Path(sandbox.scratch)
-    variables = {
-        **_TRACKERS_OFF,
-        "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri(),
-        _COMPILED: sandbox.compiled,
-    }
+    variables = {**_TRACKERS_OFF, "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri(), _COMPILED: sandbox.compiled}
     if redirected:
         (scratch / "tmp").mkdir(exist_ok=True)
-        variables |= {
-            REDIRECT: sandbox.to_json(),
-            "TMPDIR": str(scratch / "tmp"),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        variables |= {REDIRECT: sandbox.to_json(), "TMPDIR": str(scratch / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
     return variables
 
 
@@ -324,9 +316,7 @@ def _cover(sandbox: Sandbox, *, privileged: bool) -> None:
         try:
             _overlay(seen, f"{layers}/overlay/{number}", path, privileged=privileged)
             continue
-        except (
-            OSError
-        ):  # the scratch folder lies in what it would cover, or on a disk that cannot: memory then
+        except OSError:  # the scratch folder lies in what it would cover, or on a disk that cannot: memory then
             memory = memory or _memory_disk(f"{layers}/memory")
         try:
             _overlay(seen, f"{memory}/overlay/{number}", path, privileged=privileged)
@@ -378,9 +368,7 @@ def _memory_disk(place: str) -> str:
 
 def _mounted() -> Iterator[str]:
     """Where disks are mounted; a container mounts single files too."""
-    for line in (
-        Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    ):
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         fields, _, rest = line.partition(" - ")
         place = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         if rest.split()[0] not in _NOT_DISKS and os.path.exists(place):
@@ -391,9 +379,7 @@ def _sockets(inside: tuple[str, ...]) -> list[str]:
     """Sockets that programs listen on, as for users' names: through an overlay they cannot be reached."""
     lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
     words = [line.split(maxsplit=7) for line in lines]
-    paths = {
-        path for *_, path in words if path.startswith(inside)
-    }  # the last is a number where there is no path
+    paths = {path for *_, path in words if path.startswith(inside)}  # the last is a number where there is no path
     return sorted(filter(_is_socket, paths))
 
 

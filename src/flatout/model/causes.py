@@ -26,9 +26,7 @@ class CauseSpec:
 
 CAUSES = (
     CauseSpec(
-        "data.main-thread",
-        "samples are loaded in the training process (`num_workers=0`)",
-        ("num_workers", "loader"),
+        "data.main-thread", "samples are loaded in the training process (`num_workers=0`)", ("num_workers", "loader")
     ),
     CauseSpec("data.too-few-workers", "every worker is busy and cores are free", ("num_workers", "loader")),
     CauseSpec(
@@ -37,27 +35,20 @@ CAUSES = (
         ("num_workers", "worker_threads", "loader"),
     ),
     CauseSpec(
-        "data.cpu-bound",
-        "every core this process may use is busy with decoding or transforms",
-        ("gpu_transforms",),
+        "data.cpu-bound", "every core this process may use is busy with decoding or transforms", ("gpu_transforms",)
     ),
     CauseSpec("data.disk-bound", "workers wait for storage"),
     CauseSpec(
-        "data.slow-samples",
-        "a few samples take far longer than the rest and hold their batches back",
-        ("loader",),
+        "data.slow-samples", "a few samples take far longer than the rest and hold their batches back", ("loader",)
     ),
-    CauseSpec(
-        "data.collate-bound", "joining samples and moving them between processes is the cost", ("loader",)
-    ),
+    CauseSpec("data.collate-bound", "joining samples and moving them between processes is the cost", ("loader",)),
     CauseSpec("data.few-shards", "a stream has fewer shards than workers, so some of them stand idle"),
     CauseSpec("data.worker-start", "workers are started again every epoch", ("persistent_workers", "loader")),
     CauseSpec("copy.pageable", "batches are copied from memory that is not page-locked", ("pin_memory",)),
     CauseSpec("copy.blocking", "copies to the GPU do not overlap with compute", ("device_prefetch",)),
     CauseSpec("copy.fragmented", "a batch is copied in many small pieces"),
     CauseSpec(
-        "sync.item",
-        "`.item()`, `.cpu()` or `print()` of a GPU tensor makes the host wait in the middle of a step",
+        "sync.item", "`.item()`, `.cpu()` or `print()` of a GPU tensor makes the host wait in the middle of a step"
     ),
     CauseSpec("host.python", "the loop's own Python code runs while the GPU waits"),
     CauseSpec(
@@ -68,9 +59,7 @@ CAUSES = (
     CauseSpec("compute.precision", "matrix work runs in fp32 where TF32 or bf16 would do", ("precision",)),
     CauseSpec("compute.layout", "convolutions run in NCHW where channels_last would do", ("channels_last",)),
     CauseSpec("compute.optimizer", "the optimizer step is a loop of small kernels", ("fused_optimizer",)),
-    CauseSpec(
-        "compute.eager", "elementwise kernels run one by one that `torch.compile` would join", ("compile",)
-    ),
+    CauseSpec("compute.eager", "elementwise kernels run one by one that `torch.compile` would join", ("compile",)),
     CauseSpec("compute.padding", "much of what is computed is padding, and is thrown away"),
     CauseSpec("compute.attention", "attention is written out by hand, with all its scores in memory"),
     CauseSpec("compute.saturated", "nothing is wrong: the GPU is busy with useful work"),
@@ -79,19 +68,11 @@ CAUSES = (
     CauseSpec("pause.logging", "training stands still for logging"),
     CauseSpec("pause.gc", "training stands still for Python's garbage collector", ("gc_freeze",)),
     CauseSpec(
-        "memory.underused",
-        "the batch uses a small part of the GPU, and a larger one would be faster",
-        ("batch_size",),
+        "memory.underused", "the batch uses a small part of the GPU, and a larger one would be faster", ("batch_size",)
     ),
-    CauseSpec(
-        "memory.pressure",
-        "the GPU's memory is full, and PyTorch's allocator has to make room",
-        ("batch_size",),
-    ),
+    CauseSpec("memory.pressure", "the GPU's memory is full, and PyTorch's allocator has to make room", ("batch_size",)),
     CauseSpec("memory.checkpointing", "activations are computed twice, and there is memory to keep them"),
-    CauseSpec(
-        "memory.host", "the host runs out of memory or /dev/shm, swaps or kills workers", ("num_workers",)
-    ),
+    CauseSpec("memory.host", "the host runs out of memory or /dev/shm, swaps or kills workers", ("num_workers",)),
     CauseSpec("hardware.throttled", "heat or the power supply holds the GPU's clocks down"),
     CauseSpec("hardware.shared", "another process uses the GPU or the cores"),
     CauseSpec("hardware.idle-gpus", "visible GPUs are unused", ("ranks",)),
@@ -99,9 +80,7 @@ CAUSES = (
     CauseSpec("dist.comm", "ranks wait for the network"),
     CauseSpec("dist.scaling", "ranks wait for each other in turn"),
     CauseSpec("dist.data-parallel", "`nn.DataParallel` drives several GPUs from one process"),
-    CauseSpec(
-        "dist.unused-parameters", "`DistributedDataParallel` looks for unused parameters, and there are none"
-    ),
+    CauseSpec("dist.unused-parameters", "`DistributedDataParallel` looks for unused parameters, and there are none"),
     CauseSpec("drift.slower", "steps grow longer over the run"),
     CauseSpec("config.ignored", "a setting the user made has no effect"),
 )

@@ -334,9 +334,7 @@ SETTING_NAMES = {spec.name: spec.settings for spec in CHANGES if spec.settings} 
 _COUNTED_IN_LOADER = ("num_workers", "batch_size")  # a trace shows which value was in force
 
 
-_OFF = frozenset(
-    {"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"}
-)
+_OFF = frozenset({"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"})
 
 
 def is_on(value: object) -> bool:

@@ -71,9 +71,7 @@ def short(value: Any) -> str:
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """The word that is known and begins so, or the nearest one; else all of them."""
-    near = [name for name in known if name.startswith(word)] or difflib.get_close_matches(
-        word, known, n=1, cutoff=0.5
-    )
+    near = [name for name in known if name.startswith(word)] or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
@@ -190,9 +188,7 @@ def yaml_loader() -> Any:
             depth = 1 + max((deep for _, deep in sizes), default=0)
             self._sizes[id(node)] = size, depth
             if max(size, len(self._sizes)) > MOST_NODES:
-                _refuse(
-                    f"it holds more than {MOST_NODES:,} values, those that aliases repeat counted again", node
-                )
+                _refuse(f"it holds more than {MOST_NODES:,} values, those that aliases repeat counted again", node)
             if depth > DEEPEST:
                 _refuse(f"with its aliases it is nested deeper than {DEEPEST} levels", node)
 

@@ -529,18 +529,7 @@ class Sample:
 
 
 Record = (
-    RunInfo
-    | Step
-    | Window
-    | Note
-    | Sample
-    | Summary
-    | FactsRecord
-    | Xray
-    | WorkerReport
-    | Stacks
-    | ExactLines
-    | End
+    RunInfo | Step | Window | Note | Sample | Summary | FactsRecord | Xray | WorkerReport | Stacks | ExactLines | End
 )
 
 KINDS: dict[str, type[Any]] = {

@@ -306,17 +306,9 @@ class Sketch:
         count, total, squares, low, high, pairs = data
         places, times = pairs[::2], pairs[1::2]
         whole = all(type(number) is int for number in (count, *pairs))
-        if (
-            not whole
-            or count < 1
-            or sum(times) != count
-            or min(times) < 0
-            or max(map(abs, places)) > _FARTHEST
-        ):
+        if not whole or count < 1 or sum(times) != count or min(times) < 0 or max(map(abs, places)) > _FARTHEST:
             raise ValueError("the counts of a sketch do not add up")
-        if not all(
-            type(number) in (int, float) and abs(number) < _HUGE**2 for number in (total, squares, low, high)
-        ):
+        if not all(type(number) in (int, float) and abs(number) < _HUGE**2 for number in (total, squares, low, high)):
             raise ValueError("the sums of a sketch are expected to be numbers")
         slack = count * (1e-4 * max(abs(low), abs(high)) + 1e-4)  # numbers are written with a few digits
         if not (low <= high and count * low - slack <= total <= count * high + slack and squares >= 0):

@@ -20,17 +20,7 @@ from flatout.report.run_view import run_view
 from flatout.report.views import ReportView
 from flatout.trace import merge, read, read_summaries
 
-__all__ = [
-    "Comparison",
-    "FixSummary",
-    "RecordedRun",
-    "Report",
-    "compare",
-    "read_run",
-    "run_of",
-    "summarize",
-    "view_of",
-]
+__all__ = ["Comparison", "FixSummary", "RecordedRun", "Report", "compare", "read_run", "run_of", "summarize", "view_of"]
 MAX_RANKS_READ = 16
 
 

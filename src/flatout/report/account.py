@@ -353,16 +353,12 @@ class RecordedRun:
         }
 
 
-def run_of(
-    trace: Trace, folder: str, by_rank: Sequence[RankFigures] = (), price: Price | None = None
-) -> RecordedRun:
+def run_of(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = (), price: Price | None = None) -> RecordedRun:
     """The run in a trace; `by_rank` where not all of its ranks were read."""
     metrics = tuple(metrics_of(trace))
     if not metrics:
         if trace.machines and not any(info.command for info in trace.machines):
-            raise TraceError(
-                f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}"
-            )
+            raise TraceError(f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}")
         raise TraceError(f"no optimizer step was seen in {folder}: nothing to account for. {WHAT_IS_COUNTED}")
     every = tuple(by_rank or (RankFigures(one.rank.info, one.breakdown) for one in metrics))
     known = diagnosis(metrics)

@@ -77,17 +77,11 @@ def _nearest(steps: Sequence[Step], wall_ms: float) -> Step:
 def timeline(title: str, step: Step) -> BarChart:
     """A step as two rows of bars on one axis."""
     gpu, tie_ms = _gpu_tiles(step)
-    host = _join_alike(
-        ((span.start_ms, span.host_ms, span.name, span.where) for span in step.spans), step.wall_ms
-    )
+    host = _join_alike(((span.start_ms, span.host_ms, span.name, span.where) for span in step.spans), step.wall_ms)
     axis_ms = max([step.wall_ms, *(start + length for start, length, _, _ in gpu)]) or 1.0
 
-    def bar(
-        start: float, length: float, phase: str, *, idle: bool = False, where: str | None = None
-    ) -> ChartBar:
-        return ChartBar(
-            phase_name(phase), phase_family(phase), start / axis_ms, length / axis_ms, length, idle, where
-        )
+    def bar(start: float, length: float, phase: str, *, idle: bool = False, where: str | None = None) -> ChartBar:
+        return ChartBar(phase_name(phase), phase_family(phase), start / axis_ms, length / axis_ms, length, idle, where)
 
     note = f"step {step.index:,}: {ms(step.wall_ms)}."
     rows = [("host", [bar(start, length, name, where=where) for start, length, name, where in host])]
@@ -107,9 +101,7 @@ def timeline(title: str, step: Step) -> BarChart:
     return BarChart(title, note, rows, axis_ms, "ms", legend)
 
 
-def _join_alike(
-    tiles: Iterable[tuple[float, float, str, T]], wall_ms: float
-) -> list[tuple[float, float, str, T]]:
+def _join_alike(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) -> list[tuple[float, float, str, T]]:
     """Tiles (start, length, name, kind): alike neighbours become one, a short one joins the one before."""
     joined: list[tuple[float, float, str, T]] = []
     for start, length, name, kind in tiles:
@@ -189,9 +181,7 @@ def _training(windows: Sequence[Window], zero_s: float) -> list[Plot]:
 
 
 def _reading(sample: Sample, gpu: GpuSample | None, name: str) -> float | None:
-    values: list[float | None] = [
-        getattr(disk, name) / 1e6 for disk in sample.host.disks or () if hasattr(disk, name)
-    ]
+    values: list[float | None] = [getattr(disk, name) / 1e6 for disk in sample.host.disks or () if hasattr(disk, name)]
     values += [getattr(one, name) for one in (sample.host, gpu) if hasattr(one, name)]
     known = [value for value in values if value is not None]
     return sum(known) if known else None

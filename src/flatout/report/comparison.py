@@ -68,9 +68,7 @@ class Losses(NamedTuple):
 
     def sentence(self) -> str:
         """The answer."""
-        apart = (
-            f"B − A = {self.end_b - self.end_a:+.4g} ({self.low:+.4g} to {self.high:+.4g}), {self.verdict}"
-        )
+        apart = f"B − A = {self.end_b - self.end_a:+.4g} ({self.low:+.4g} to {self.high:+.4g}), {self.verdict}"
         return f"Loss over the last quarter of what both did: {self.end_a:.4g} and {self.end_b:.4g}; {apart}."
 
 
@@ -147,9 +145,7 @@ class Comparison:
         subject = "B is " * (leading.verdict != NO_DIFFERENCE)
         said = f"{subject}{leading.verdict}"
         speed = f"{leading.value:.2f}× the speed of A, {leading.low:.2f} to {leading.high:.2f}"
-        return (
-            f"{said[0].upper()}{said[1:]}: {speed} ({names[0]}{by_sample}). {names[1].capitalize()}: {other}."
-        )
+        return f"{said[0].upper()}{said[1:]}: {speed} ({names[0]}{by_sample}). {names[1].capitalize()}: {other}."
 
     def figures(self) -> list[tuple[str, str, str]]:
         """Both runs side by side: name, A → B, speed of B."""
@@ -211,9 +207,7 @@ class Comparison:
             "verdict": self.verdict,
             "per": self.per,
             "typical": dataclasses.asdict(typical) if typical is not None else None,
-            "overall": {**dataclasses.asdict(overall), "verdict": overall.verdict}
-            if overall is not None
-            else None,
+            "overall": {**dataclasses.asdict(overall), "verdict": overall.verdict} if overall is not None else None,
             "reasons": list(self.reasons),
             "cautions": list(self.cautions),
             "a": _to_json(self.a),
@@ -249,9 +243,7 @@ def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     if not reasons and speeds_a is not None and speeds_b is not None:
         samples = 1.0 if alike else (size_b or 1.0) / (size_a or 1.0)
         faster = [dataclasses.replace(speed, value=speed.value * samples) for speed in speeds_b]
-        typical, overall = (
-            gain([one], [other], ONE_RUN) for one, other in zip(speeds_a, faster, strict=True)
-        )
+        typical, overall = (gain([one], [other], ONE_RUN) for one, other in zip(speeds_a, faster, strict=True))
     return Comparison(
         a=a,
         b=b,
@@ -339,9 +331,7 @@ def _speeds(rank: RankTrace) -> Speeds | None:
         sketches = [window.wall_ms for window in rank.windows[1:]]
         if len(sketches) < BLOCKS:
             return None
-        whole, *blocks = map(
-            Sketch.merged, (sketches, *(sketches[block] for block in blocks_of(len(sketches))))
-        )
+        whole, *blocks = map(Sketch.merged, (sketches, *(sketches[block] for block in blocks_of(len(sketches)))))
         return (
             _speed(whole.quantile(0.5) or 0.0, [block.quantile(0.5) or 0.0 for block in blocks]),
             _speed(whole.mean or 0.0, [block.mean or 0.0 for block in blocks]),
@@ -350,9 +340,7 @@ def _speeds(rank: RankTrace) -> Speeds | None:
         return None
     times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
     parts = [times_ms[block] for block in blocks_of(len(times_ms))]
-    return _speed(median(times_ms), list(map(median, parts))), _speed(
-        fmean(times_ms), list(map(fmean, parts))
-    )
+    return _speed(median(times_ms), list(map(median, parts))), _speed(fmean(times_ms), list(map(fmean, parts)))
 
 
 def _speed(step_ms: float, blocks_ms: Sequence[float]) -> Measured:

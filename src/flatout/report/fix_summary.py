@@ -171,9 +171,7 @@ class FixSummary:
         )
 
     def _kept(self, bundle: Sequence[Attempt]) -> Item:
-        learning = dict.fromkeys(
-            attempt.change.note for attempt in bundle if attempt.change.safety == "semantic"
-        )
+        learning = dict.fromkeys(attempt.change.note for attempt in bundle if attempt.change.safety == "semantic")
         return Item(
             title=gain_of(bundle),
             code=", ".join(dict.fromkeys(attempt.change.safety for attempt in bundle)),
@@ -185,9 +183,7 @@ class FixSummary:
 
     def _every_run(self) -> Table:
         """Each run with its speed: how the training became faster."""
-        fastest = max(
-            (trial.speed.value for trial in self.result.trials if trial.speed is not None), default=1.0
-        )
+        fastest = max((trial.speed.value for trial in self.result.trials if trial.speed is not None), default=1.0)
         rows, bars = [], []
         for trial in self.result.trials:
             speed = trial.speed.value if trial.speed is not None else 0.0
@@ -273,9 +269,7 @@ def proofs_of(bundle: Sequence[Attempt]) -> list[str]:
 # From a FixResult
 
 
-def summarize(
-    result: FixResult, command: Sequence[str], plan_file: str, price: Price | None = None
-) -> FixSummary:
+def summarize(result: FixResult, command: Sequence[str], plan_file: str, price: Price | None = None) -> FixSummary:
     """Before and after. Speeds are over all runs, as the gain is; all other figures are of the last run."""
     first, last = _recorded(result.before, "before"), _recorded(result.measured, "after")
     now = last if result.kept else first

@@ -74,9 +74,7 @@ def page(report: Report) -> str:
         if body:
             contents.append(tag("a", section.title, href=f"#{section.key}"))
             heading = tag("h2", section.title, id=f"{section.key}-title")
-            sections.append(
-                tag("section", heading, body, id=section.key, aria_labelledby=f"{section.key}-title")
-            )
+            sections.append(tag("section", heading, body, id=section.key, aria_labelledby=f"{section.key}-title"))
     template = (files("flatout.report") / "page.html").read_text(encoding="utf-8")
     values = {
         "title": escape(": ".join(view.about[:2])),
@@ -99,10 +97,7 @@ def _hash_of(name: str, template: str) -> str:
 def _head(view: ReportView) -> Html:
     first, *others = view.about
     headline, *more = view.headlines
-    figures = (
-        tag("div", tag("dt", name), tag("dd", value, tag("small", text)))
-        for name, value, text in view.figures
-    )
+    figures = (tag("div", tag("dt", name), tag("dd", value, tag("small", text))) for name, value, text in view.figures)
     command = tag("pre", tag("code", view.command), class_="command", aria_label="The command")
     return join([
         tag("p", tag("strong", first), *(f" · {part}" for part in others if part), class_="about"),
@@ -143,9 +138,7 @@ def _code(frame: CodeFrame) -> Html:
     for number, source, called, share in frame.lines:
         beside = called and tag("span", f"  → {called}", class_="quiet")
         rows.append(tag("span", f"{share:>5.0%} ", tag("i", f"{number:>5} │ "), source, beside, "\n"))
-    return tag(
-        "div", tag("h3", frame.title), tag("pre", tag("code", *rows), class_="frame-of-code", tabindex="0")
-    )
+    return tag("div", tag("h3", frame.title), tag("pre", tag("code", *rows), class_="frame-of-code", tabindex="0"))
 
 
 def _table(shown: Table) -> Html | None:
@@ -158,12 +151,8 @@ def _table(shown: Table) -> Html | None:
         rows.append(tag("tr", *_cells("td", row, shown, bar)))
     top = tag("tr", *_cells("th", shown.heads, shown, tag("td") if shown.bars else None))
     caption = shown.title and tag("caption", shown.title)
-    whole = tag(
-        "table", caption, tag("thead", top), tag("tbody", *rows), class_="bars" if shown.bars else None
-    )
-    return tag(
-        "div", whole, class_="scroll", tabindex="0", role="region", aria_label=shown.title or shown.heads[0]
-    )
+    whole = tag("table", caption, tag("thead", top), tag("tbody", *rows), class_="bars" if shown.bars else None)
+    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=shown.title or shown.heads[0])
 
 
 def _cells(name: str, row: Sequence[str], shown: Table, bar: Html | None) -> Iterator[Html | None]:
@@ -192,9 +181,7 @@ def _place(left: float, width: float) -> dict[str, str]:
 
 def _zoomable(children: Iterable[object], start: float, end: float, unit: str) -> Html:
     """What the page's script zooms as one: its axis runs from `start` to `end`."""
-    return tag(
-        "div", *children, class_="zoom", data_start=f"{start:.6g}", data_end=f"{end:.6g}", data_unit=unit
-    )
+    return tag("div", *children, class_="zoom", data_start=f"{start:.6g}", data_end=f"{end:.6g}", data_unit=unit)
 
 
 def _axis(start: float, end: float, unit: str) -> Html:
@@ -217,9 +204,7 @@ def _bar_chart(drawn: BarChart) -> Html:
         inner = tag("svg", *map(_block, bars), class_="inner")
         track = tag("svg", inner, class_="track step", role="img", aria_label=described)
         rows.append(tag("div", tag("span", name, class_="name"), track, class_="lane"))
-    frame = tag(
-        "div", *rows, class_="frame", tabindex="0", role="group", aria_label=f"{drawn.title}, zoomable"
-    )
+    frame = tag("div", *rows, class_="frame", tabindex="0", role="group", aria_label=f"{drawn.title}, zoomable")
     heading = tag("figcaption", tag("h3", drawn.title), tag("p", drawn.note, class_="meta"))
     chart = _zoomable([frame, _axis(0.0, drawn.end, drawn.unit)], 0.0, drawn.end, drawn.unit)
     return tag("figure", heading, chart, _legend(drawn.legend))
@@ -251,24 +236,17 @@ def _plots(drawn: Plots) -> Html:
     for plot in drawn.plots:
         bands = Html('<use href="#bands"></use>') if figures else _bands(drawn.marks, end)
         figures.append(_plot(plot, start, end, bands if drawn.marks else None, _axis(start, axis_end, unit)))
-    names = ", ".join(
-        f"{name} ({times}×)" for name, times in Counter(mark.name for mark in drawn.marks).items()
-    )
+    names = ", ".join(f"{name} ({times}×)" for name, times in Counter(mark.name for mark in drawn.marks).items())
     lead = names and f"Shaded: {names}. "
     together = " The plots move together." * (len(figures) > 1)
-    return join(
-        [tag("p", f"{lead}{HOW_TO_ZOOM}{together}", class_="meta"), _zoomable(figures, start, axis_end, unit)]
-    )
+    return join([tag("p", f"{lead}{HOW_TO_ZOOM}{together}", class_="meta"), _zoomable(figures, start, axis_end, unit)])
 
 
 def _plot(plot: Plot, start: float, end: float, bands: Html | None, axis: Html) -> Html:
     """A plot with its grid; its label has its numbers, for those who do not see it."""
     low, step, parts = _scale(plot.series)
     high = low + step * parts
-    drawn = [
-        bands,
-        tag("path", class_="grid", d="".join(f"M0 {SIZE * n // parts}h{SIZE}" for n in range(parts + 1))),
-    ]
+    drawn = [bands, tag("path", class_="grid", d="".join(f"M0 {SIZE * n // parts}h{SIZE}" for n in range(parts + 1)))]
     for series in plot.series:
         style = f"line {series.family}" + " dashed" * series.dashed + " dots" * (len(series.x) < 3)
         drawn.append(tag("path", class_=style, d=_path(series, start, end, low, high), data_name=series.name))
@@ -329,9 +307,7 @@ def _bands(marks: Sequence[Mark], end: float) -> Html:
     for mark in marks:
         left = max(0, round(SIZE * mark.start_s / end))
         width = max(12, round(SIZE * mark.length_s / end))
-        rects.append(
-            tag("rect", tag("title", f"{mark.name}, {mark.length_s:.2f} s"), x=left, width=width, height=SIZE)
-        )
+        rects.append(tag("rect", tag("title", f"{mark.name}, {mark.length_s:.2f} s"), x=left, width=width, height=SIZE))
     return tag("g", *rects, id="bands", class_="bands")
 
 

@@ -6,27 +6,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from flatout.diagnose.breakdown import (
-    ENOUGH_STEPS,
-    KINDS_IN_WORDS,
-    REST,
-    Breakdown,
-    HotFunction,
-    HotLine,
-    in_training,
-)
+from flatout.diagnose.breakdown import ENOUGH_STEPS, KINDS_IN_WORDS, REST, Breakdown, HotFunction, HotLine, in_training
 from flatout.diagnose.rank_metrics import MIN_CEILING
 from flatout.model.causes import Finding
-from flatout.model.formatting import (
-    GPU_READINGS,
-    amount,
-    count_of,
-    duration,
-    in_full,
-    ms,
-    ms_a_step,
-    shown_in,
-)
+from flatout.model.formatting import GPU_READINGS, amount, count_of, duration, in_full, ms, ms_a_step, shown_in
 from flatout.model.stats import FEW_STEPS, LONG_S
 from flatout.report.account import PhaseLines, RankFigures, RecordedRun, mean_or_peak
 from flatout.report.charts import over_time, timelines
@@ -121,9 +104,7 @@ def _figures(run: RecordedRun) -> list[tuple[str, str, str]]:
     elif util is not None:
         rows.append(("GPU-Util", f"{util:.0f}%", "this GPU does not report how many SMs were active"))
     if xray is not None and xray.wall_ms:
-        rows.append(
-            ("GPU busy", f"{xray.busy_ms / xray.wall_ms:.0%}", f"X-ray of {count_of(xray.steps, 'step')}")
-        )
+        rows.append(("GPU busy", f"{xray.busy_ms / xray.wall_ms:.0%}", f"X-ray of {count_of(xray.steps, 'step')}"))
     flops = run.model_flops
     if flops is not None and "share" in flops:
         peak = f"of {flops['peak_tflops']:g} TFLOP/s, the maker's figure for {flops['precision']}"
@@ -170,10 +151,7 @@ def _energy(wh: float) -> str:
 
 def ceiling_in_words(b: Breakdown) -> str | None:
     """How fast the same steps could be, measured or worked out; None where others had the cores then."""
-    ceilings = (
-        (b.ceiling_samples_per_s, "with the data there"),
-        (b.replay_samples_per_s, "without the loader"),
-    )
+    ceilings = ((b.ceiling_samples_per_s, "with the data there"), (b.replay_samples_per_s, "without the loader"))
     for most, how in ceilings:
         if most and b.samples_per_s and most > MIN_CEILING * b.samples_per_s:
             faster = most / b.samples_per_s
@@ -304,9 +282,7 @@ def _slow_samples(run: RecordedRun) -> list[Part]:
     parts: list[Part] = []
     for workers in run.workers:
         median = workers.sample_ms.quantile(0.5) or 0.0
-        rows = [
-            (f"{index:,}", ms(took), f"{took / (median or took):,.1f}×") for took, index in workers.slowest
-        ]
+        rows = [(f"{index:,}", ms(took), f"{took / (median or took):,.1f}×") for took, index in workers.slowest]
         parts.append(Table(f"The slowest samples of {workers}", ("index", "took", "of the median"), rows))
     return parts
 
@@ -375,9 +351,7 @@ def _ranks(every: Sequence[RankFigures]) -> list[Part]:
 
 def _facts(run: RecordedRun) -> Table:
     rows = [(name, as_text(value)) for name, value in run.settings()[:MAX_SETTINGS]]
-    return Table(
-        title="In force, and what the script read", heads=("what", "value"), rows=rows, numbers_from=2
-    )
+    return Table(title="In force, and what the script read", heads=("what", "value"), rows=rows, numbers_from=2)
 
 
 def headline(run: RecordedRun) -> str:

@@ -125,9 +125,7 @@ def _print_table(table: Table, console: Console) -> None:
         if table.bars:
             cells.insert(1, Bar(1.0, 0.0, table.bars[place].share, width=BAR, color="cyan"))
         drawn.add_row(*cells)
-    for segments in console.render_lines(
-        drawn, console.options.update_width(min(WIDTH, console.width)), pad=False
-    ):
+    for segments in console.render_lines(drawn, console.options.update_width(min(WIDTH, console.width)), pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
         _print(console, line)
@@ -141,10 +139,7 @@ def _print_table(table: Table, console: Console) -> None:
 def show_checklist(checklist: Checklist, console: Console, *, all_lines: bool = False) -> None:
     """Print the list; lines that do not apply only with `all_lines`."""
     width = max(MIN_WIDTH, min(WIDTH, console.width))
-    seen = (
-        ", ".join(checklist.looked_at)
-        or "the machine alone: no script was given, as in flatout check train.py"
-    )
+    seen = ", ".join(checklist.looked_at) or "the machine alone: no script was given, as in flatout check train.py"
     _print(console, Text(wrapped(f"looked at {seen}", width), style="dim"))
     counts = []
     for status, style in STATUS_STYLES.items():
@@ -153,11 +148,7 @@ def show_checklist(checklist: Checklist, console: Console, *, all_lines: bool = 
             counts.append(f"{len(lines)} {STATUS_WORDS[status]}")
         if lines and status == NOT_APPLICABLE:  # all of them have the same reason
             subjects = ", ".join(line.subject for line in lines)
-            lines = [
-                replace(
-                    lines[0], subject=count_of(len(lines), "line"), reason=f"{subjects}: {lines[0].reason}"
-                )
-            ]
+            lines = [replace(lines[0], subject=count_of(len(lines), "line"), reason=f"{subjects}: {lines[0].reason}")]
         if all_lines or status != NOT_APPLICABLE:
             for line in lines:
                 _print(console, _checklist_line(line, style, width))
@@ -169,9 +160,7 @@ def show_checklist(checklist: Checklist, console: Console, *, all_lines: bool = 
 def _checklist_line(line: Line, style: str, width: int) -> Text:
     place = f" ({line.where})" if line.where and line.where not in line.reason else ""
     text = Text.assemble(
-        (f"{line.status:<5}", style),
-        f"{line.subject:<{SUBJECT - 5}}",
-        wrapped(line.reason + place, width, SUBJECT),
+        (f"{line.status:<5}", style), f"{line.subject:<{SUBJECT - 5}}", wrapped(line.reason + place, width, SUBJECT)
     )
     if line.fix:
         text.append(f"\n{'':<{SUBJECT}}").append(
@@ -211,9 +200,7 @@ class FixProgress(ProgressListener):
             self._bar.stop()
             self._bar = None
 
-    def run_begins(
-        self, what: str, left_s: float, number: int, about: int, times: float | None = None
-    ) -> None:
+    def run_begins(self, what: str, left_s: float, number: int, about: int, times: float | None = None) -> None:
         of = f" of about {about}" if about else ""
         so_far = f"{times:.2g}× so far" if times is not None else ""
         if self._bar is None:

@@ -42,9 +42,7 @@ class Budget:
     reasons: tuple[str, ...]
 
 
-def measure(
-    root: Path = Path("/"), environ: Mapping[str, str] = os.environ, affinity: int | None = None
-) -> Budget:
+def measure(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, affinity: int | None = None) -> Budget:
     """The budget of this process. Tests give a recorded machine as `root`."""
     cgroup, ranks = CgroupFiles(root), _ranks_on_node(environ)
     reasons: list[str] = []
@@ -70,9 +68,7 @@ def measure(
         share = min(share, quota / ranks)
     for_loading = max(1, int(share - 1 - share / 16))
     if share >= 2:
-        reasons.append(
-            f"{share - for_loading:g} of {share:g} cores are left to the training process and the system"
-        )
+        reasons.append(f"{share - for_loading:g} of {share:g} cores are left to the training process and the system")
 
     memory_bytes, available_bytes = _memory(root)
     limit = cgroup.memory()

@@ -91,9 +91,7 @@ class Gpus:
         except self._nvml.NVMLError as problem:
             self._nvml = None
             if indices:
-                raise UsageError(
-                    f"there is no GPU {indices[0]}: no NVIDIA driver answers ({problem})"
-                ) from None
+                raise UsageError(f"there is no GPU {indices[0]}: no NVIDIA driver answers ({problem})") from None
             note(f"no NVIDIA driver answers ({problem}): only the host is shown")
             return
         if indices is None:
@@ -145,9 +143,7 @@ class _Gpu:
         self._last_use_us = 0
         self._gpm = _Gpm.on(nvml, self._handle)
         if self._gpm is None:
-            note(
-                f"GPU {index} ({self._name}) has no GPM counters: power share and clocks stand in for SM active"
-            )
+            note(f"GPU {index} ({self._name}) has no GPM counters: power share and clocks stand in for SM active")
 
     def pulse(self, now_s: float) -> None:
         if self._gpm is None or self._lost:

@@ -93,9 +93,7 @@ class Sampler:
         if seen:
             return tuple(seen)
         if holders:
-            self._note(
-                "the processes that use the GPUs are not to be seen here: looking for loader workers instead"
-            )
+            self._note("the processes that use the GPUs are not to be seen here: looking for loader workers instead")
         if now_s - self._found_s >= _FIND_TRAININGS_EVERY_S:
             self._found_s = now_s
             self._found = find_trainings(self._root)
@@ -181,9 +179,7 @@ class Host:
     def _pressure_pct(self, name: str) -> float | None:
         """The share of time in which a process waited for this."""
         total_us = text_of(self._proc / "pressure" / name).partition("total=")[2].split()[:1]
-        return _at_most_100(
-            self._rates.a_second(f"pressure {name}", int(total_us[0]) if total_us else None, 1e-4)
-        )
+        return _at_most_100(self._rates.a_second(f"pressure {name}", int(total_us[0]) if total_us else None, 1e-4))
 
     def _disk_samples(self) -> Iterator[DiskSample | None]:
         for line in text_of(self._proc / "diskstats").splitlines():
@@ -207,9 +203,7 @@ class PsutilHost:
         memory = psutil.virtual_memory()
         cores = tuple(psutil.cpu_percent(percpu=True))  # since the call before
         counters = psutil.disk_io_counters(perdisk=True) or {}
-        disks = [
-            _disk(self._rates, name, disk.read_bytes, disk.write_bytes) for name, disk in counters.items()
-        ]
+        disks = [_disk(self._rates, name, disk.read_bytes, disk.write_bytes) for name, disk in counters.items()]
         since: dict[str, Any] = {}
         if self._rates.seconds:
             cpu_pct = sum(cores) / max(1, len(cores))
@@ -226,10 +220,7 @@ def _disk(
     rates: Rates, name: str, read_bytes: int, written_bytes: int, busy_ms: int | None = None
 ) -> DiskSample | None:
     """A disk since the last read; None where it is new."""
-    read_s, written_s = (
-        rates.a_second(f"{name} reads", read_bytes),
-        rates.a_second(f"{name} writes", written_bytes),
-    )
+    read_s, written_s = rates.a_second(f"{name} reads", read_bytes), rates.a_second(f"{name} writes", written_bytes)
     busy_pct = _at_most_100(rates.a_second(f"{name} works", busy_ms, 0.1))
     if read_s is None or written_s is None:
         return None

@@ -60,9 +60,7 @@ class Tree:
         self._pss: dict[int, tuple[float, int | None]] = {}  # when it was measured, and how many bytes
         self._looked_s = self._pss_s = -math.inf
 
-    def read(
-        self, now_s: float, roots: Iterable[int], gpu_holders: Iterable[int] = ()
-    ) -> tuple[ProcessSample, ...]:
+    def read(self, now_s: float, roots: Iterable[int], gpu_holders: Iterable[int] = ()) -> tuple[ProcessSample, ...]:
         """Every process in the trees now. `gpu_holders` are the processes known to use a GPU."""
         asked = frozenset(roots), frozenset(gpu_holders)
         if asked != self._asked or now_s - self._looked_s >= _LOOK_FOR_NEW_S:
@@ -80,9 +78,7 @@ class Tree:
         """
         self._pss = {pid: measured for pid, measured in self._pss.items() if pid in self._roles}
         at_once = 1 if self._pss else _PSS_AT_ONCE
-        waiting = sorted(
-            self._roles, key=lambda p: (self._pss.get(p, (-1.0,))[0], self._roles[p] != "trainer")
-        )
+        waiting = sorted(self._roles, key=lambda p: (self._pss.get(p, (-1.0,))[0], self._roles[p] != "trainer"))
         for pid in waiting[:at_once]:
             kib = table_of(f"{self._proc}/{pid}/smaps_rollup").get("Pss:")
             self._pss[pid] = now_s, kib and 1024 * kib
@@ -116,9 +112,7 @@ class Tree:
 def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
     """Processes that have loader workers: the trainings that can be seen without asking a GPU."""
     seen = _look(root / "proc")
-    return tuple(
-        sorted(_owners(root / "proc", seen, {pid for pid in seen if seen[pid].name in _WORKER_NAMES}))
-    )
+    return tuple(sorted(_owners(root / "proc", seen, {pid for pid in seen if seen[pid].name in _WORKER_NAMES})))
 
 
 def process_ids() -> list[int]:
@@ -165,9 +159,7 @@ def _roles(proc: Path, roots: frozenset[int], holders: frozenset[int]) -> dict[i
     tree = _below(seen, roots)
     workers = {pid for pid in tree if pid not in roots and seen[pid].name in _WORKER_NAMES}
     trainers = (holders | _owners(proc, seen, workers)) & set(tree) - workers or roots & set(tree)
-    return (
-        dict.fromkeys(tree, "other") | dict.fromkeys(trainers, "trainer") | dict.fromkeys(workers, "worker")
-    )
+    return dict.fromkeys(tree, "other") | dict.fromkeys(trainers, "trainer") | dict.fromkeys(workers, "worker")
 
 
 def _below(seen: dict[int, _Seen], roots: Iterable[int]) -> list[int]:

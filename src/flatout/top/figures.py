@@ -25,9 +25,7 @@ OF_THE_GPU = ("index", "uuid", "name", "memory_total_bytes", "power_limit_w", "s
 OVER_THE_TIME = (
     "has_gpm", "activity", "idle_pct", "longest_idle_s", "work_pct", "energy_j", "in_use", "throttled_pct",
 )  # fmt: skip
-LONGEST_PULSE_S = (
-    0.25  # faster than GPM can be read, a pulse stands for the samples without one before it, up to this
-)
+LONGEST_PULSE_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it, up to this
 
 
 # One sample
@@ -62,9 +60,7 @@ def host_readings(sample: Sample, cores_allowed: float | None) -> dict[str, Any]
 
 
 def _training_readings(processes: Sequence[ProcessSample]) -> dict[str, Any]:
-    cpu_pct = {
-        role: _known(one.cpu_pct for one in processes if one.role == role) for role in ("trainer", "worker")
-    }
+    cpu_pct = {role: _known(one.cpu_pct for one in processes if one.role == role) for role in ("trainer", "worker")}
     total = _sum(cpu_pct["worker"])
     return {
         "training_cpu_pct": sum(process.cpu_pct or 0.0 for process in processes) if processes else None,

@@ -193,9 +193,7 @@ def _ask_gpu(gpu: GpuFigures, host: Figures) -> _Answers:
     if is_low:
         yield "starved", f"{average}: the GPU waits for work{_beside(host)}"
     stand_in = " (a stand-in for SM active)" * (not gpu.has_gpm)
-    spread = (
-        f"a fluctuation of {_points(gpu.activity.deviation or 0.0)}, idle {gpu.idle_pct:.0f}% of the time"
-    )
+    spread = f"a fluctuation of {_points(gpu.activity.deviation or 0.0)}, idle {gpu.idle_pct:.0f}% of the time"
     yield "healthy", f"{average}{stand_in} with {spread}"
 
 
@@ -262,13 +260,7 @@ _TARGETS = (
     _Target("sm", "SM active, mean", "at least 80%", "%", 80, _ANY, lambda gpu: gpu.work_pct),
     _Target("util", "GPU-Util, mean", "at least 85%", "%", 85, _ANY, _mean("gpu_util_pct")),
     _Target(
-        "fluctuation",
-        "fluctuation",
-        "at most 10 points",
-        " points",
-        -_ANY,
-        10,
-        lambda gpu: gpu.activity.deviation,
+        "fluctuation", "fluctuation", "at most 10 points", " points", -_ANY, 10, lambda gpu: gpu.activity.deviation
     ),
     _Target("memory", "GPU memory, peak", "70 to 90%", "%", 70, 90, _peak("memory_pct")),
     _Target("power", "power share, mean", "at least 80%", "%", 80, _ANY, _mean("power_share_pct")),
@@ -371,11 +363,7 @@ class CsvTable:
             names = (f"gpu{index}_{name}" for index in self._gpus for name in GPU_COLUMNS)
             self._writer.writerow((*HOST_COLUMNS, *names))
         readings = host_readings(sample, self._cores_allowed)
-        readings |= {
-            "time_unix_s": time_unix_s,
-            "interval_s": sample.interval_s,
-            "workers": readings["workers"] or 0,
-        }
+        readings |= {"time_unix_s": time_unix_s, "interval_s": sample.interval_s, "workers": readings["workers"] or 0}
         row = [readings[name] for name in HOST_COLUMNS]
         cells = {gpu.index: _cells(gpu) for gpu in sample.gpus}
         for index in self._gpus:

@@ -66,12 +66,7 @@ class TopOptions:
 
 def terminal_here() -> os.terminal_size | None:
     """The size of the terminal one could draw in and read keys from; None where there is none."""
-    is_one = (
-        sys.stdin is not None
-        and sys.stdin.isatty()
-        and sys.stdout.isatty()
-        and os.environ.get("TERM") != "dumb"
-    )
+    is_one = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     return shutil.get_terminal_size() if is_one else None
 
 
@@ -119,9 +114,7 @@ def _this_machine(options: TopOptions, sampler: Sampler, clock: Callable[[], flo
     if options.once:
         interval_s = duration_s = options.interval_s or ONCE_INTERVAL_S
     cores_allowed = budget.measure().cores_allowed
-    return live(
-        sampler, interval_s=interval_s, duration_s=duration_s, cores_allowed=cores_allowed, clock=clock
-    )
+    return live(sampler, interval_s=interval_s, duration_s=duration_s, cores_allowed=cores_allowed, clock=clock)
 
 
 class _Watch:
@@ -194,12 +187,7 @@ class _Watch:
         return summary
 
     def _reading(self, sample: Sample, notes: list[str]) -> dict[str, Any]:
-        opening = {
-            "record": "top-reading",
-            "schema": SCHEMA,
-            "hostname": self._source.info.host,
-            "notes": notes,
-        }
+        opening = {"record": "top-reading", "schema": SCHEMA, "hostname": self._source.info.host, "notes": notes}
         return {**opening, **to_json(sample), "time_unix_s": to_json(self._source.unix_s(sample))}
 
 
@@ -222,15 +210,9 @@ def _mistakes(options: TopOptions) -> Iterator[str]:
     if options.once and duration_s is not None:
         yield "--once and --duration cannot go together"
     if options.replay_from is not None:
-        live: dict[str, object] = {
-            "--duration": duration_s,
-            "--interval": interval_s,
-            "--record": options.record_to,
-        }
+        live: dict[str, object] = {"--duration": duration_s, "--interval": interval_s, "--record": options.record_to}
         live |= {"--once": options.once or None, "--pid": options.pids or None}
-        yield from (
-            f"--replay and {name} cannot go together" for name, value in live.items() if value is not None
-        )
+        yield from (f"--replay and {name} cannot go together" for name, value in live.items() if value is not None)
 
 
 def _wants_view(options: TopOptions, terminal: os.terminal_size | None) -> bool:

@@ -165,9 +165,7 @@ class TopView(App[None]):
             return
         now, source = self.samples[-1], self._source
         self.gpu = min(self.gpu, max(0, len(now.gpus) - 1))
-        scene = Scene(
-            samples=self.samples, gpu=self.gpu, cores_allowed=source.cores_allowed, notes=source.notes
-        )
+        scene = Scene(samples=self.samples, gpu=self.gpu, cores_allowed=source.cores_allowed, notes=source.notes)
         self.screen.set_class(not now.gpus, "hostonly")
         self.query_one("#title", Static).update(self._title())
         self.query_one("#verdict", Static).update(self._verdict_line())
@@ -219,9 +217,7 @@ class _Panel(Static):
 
 # What stands in each panel
 
-Gauge = tuple[
-    str, float | None, str, str
-]  # a label, the length of its bar in per cent, a color, the value in words
+Gauge = tuple[str, float | None, str, str]  # a label, the length of its bar in per cent, a color, the value in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,9 +341,7 @@ def storage_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Memory, disks, /dev/shm, and what waiting for them costs."""
     host = scene.now.host
     busiest = sorted(host.disks or (), key=lambda disk: -(disk.busy_pct or 0.0))
-    rows = [
-        ("memory", share_pct(host.memory_used_bytes, host.memory_total_bytes), size(host.memory_used_bytes))
-    ]
+    rows = [("memory", share_pct(host.memory_used_bytes, host.memory_total_bytes), size(host.memory_used_bytes))]
     for disk in busiest[: max(1, height - 2)]:
         rows.append((disk.name[:9], disk.busy_pct, f"↓{size(disk.read_bytes_s, '/s')}"))
     rows.append(("/dev/shm", share_pct(host.shm_used_bytes, host.shm_total_bytes), size(host.shm_used_bytes)))
@@ -362,18 +356,14 @@ def process_panel(scene: Scene, width: int, height: int) -> Drawing:
     sample = scene.now
     found = sorted(sample.processes, key=lambda process: -(process.cpu_pct or 0.0))
     if not found:
-        return Drawing(
-            title="Training", body="none seen: no process holds memory on a GPU or has loader workers"
-        )
+        return Drawing(title="Training", body="none seen: no process holds memory on a GPU or has loader workers")
     fits = len(found)
     if fits >= height:
         fits = max(0, height - 2)
     lines = [PROCESS.format("PID", "role", "CPU", "queued", "RSS", "reads", "name")]
     lines += map(_process_line, found[:fits])
     if rest := found[fits:]:
-        cpu_pct, rss_bytes = (
-            sum(getattr(one, name) or 0 for one in rest) for name in ("cpu_pct", "rss_bytes")
-        )
+        cpu_pct, rss_bytes = (sum(getattr(one, name) or 0 for one in rest) for name in ("cpu_pct", "rss_bytes"))
         more = (f"{len(rest)} more", percent(cpu_pct), "", size(rss_bytes), "", "")
         lines.append(PROCESS.format("…", *more).rstrip())
     title = f"Training: {len(found)} process{'es' * (len(found) > 1)}"

@@ -184,9 +184,7 @@ class _Outliers:
     def __init__(self) -> None:
         self._wall_ms = Sketch()
         self._median_ms: float | None = None
-        self._before: deque[tuple[Step | LightSteps, int]] = deque(
-            maxlen=NEIGHBOURS
-        )  # steps, the place in them
+        self._before: deque[tuple[Step | LightSteps, int]] = deque(maxlen=NEIGHBOURS)  # steps, the place in them
         self._after = 0
         self._kept = 0
 
@@ -344,9 +342,7 @@ def mean_of(samples: list[Sample]) -> Sample:
     if len(samples) == 1:
         return last
     mean = _mean([(sample, sample.interval_s) for sample in samples])
-    return dataclasses.replace(
-        mean, time_s=last.time_s, interval_s=sum(sample.interval_s for sample in samples)
-    )
+    return dataclasses.replace(mean, time_s=last.time_s, interval_s=sum(sample.interval_s for sample in samples))
 
 
 def _mean(weighted: list[tuple[T, float]]) -> T:

@@ -122,11 +122,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, ctypes.Union):
         return {"uiVal": value.uiVal}
     if isinstance(value, ctypes.Structure):
-        return {
-            name: plain(getattr(value, name))
-            for name, *_ in value._fields_
-            if not name.startswith("reserved")
-        }
+        return {name: plain(getattr(value, name)) for name, *_ in value._fields_ if not name.startswith("reserved")}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, bytes):

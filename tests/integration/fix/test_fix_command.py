@@ -66,9 +66,7 @@ def environment() -> dict[str, str]:
 
 def fix(folder: Path, *words: str | Path, timeout_s: float = 400) -> subprocess.CompletedProcess[str]:
     command = [*FLATOUT, "fix", "--unprotected", *map(str, words)]  # wherever tests run
-    return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout_s
-    )
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout_s)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -158,9 +156,7 @@ def test_the_workloads_go_through_real_trials(tmp_path: Path, name: str) -> None
         assert entry["why"]
 
 
-@pytest.mark.parametrize(
-    ("line_seen", "anything_kept"), [(": elastic loader", False), ("loader: kept", True)]
-)
+@pytest.mark.parametrize(("line_seen", "anything_kept"), [(": elastic loader", False), ("loader: kept", True)])
 def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(
     slow_disk: Path, line_seen: str, anything_kept: bool
 ) -> None:
@@ -179,9 +175,7 @@ def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert re.search(
-        r"^flatout: to go on: flatout fix --resume flatout-runs/\S+-fix -- \S+ train\.py$", said, re.M
-    )
+    assert re.search(r"^flatout: to go on: flatout fix --resume flatout-runs/\S+-fix -- \S+ train\.py$", said, re.M)
     older = slow_disk / ("flatout-plan-1.yaml" if anything_kept else "flatout-plan.yaml")
     assert older.read_text() == "# edited by me\n"
     assert (slow_disk / "flatout-plan-1.yaml").exists() == anything_kept
@@ -218,10 +212,7 @@ def test_a_killed_fix_goes_on_and_makes_no_run_twice(slow_disk: Path) -> None:
     assert "unfinished" not in {path.name for path in folder.iterdir()}
     again = fix(slow_disk, "--resume", "--", sys.executable, "train.py")
     assert again.returncode == 2
-    assert (
-        again.stderr
-        == "flatout: --resume: there is nothing to go on with: no unfinished fix in flatout-runs\n"
-    )
+    assert again.stderr == "flatout: --resume: there is nothing to go on with: no unfinished fix in flatout-runs\n"
 
 
 def calls(server: socket.socket) -> int:
@@ -281,10 +272,7 @@ def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: 
 @pytest.mark.parametrize(
     ("script", "complaint"),
     [
-        (
-            "import torchh",
-            "the command fails by itself: exit code 1: ModuleNotFoundError: No module named 'torchh'",
-        ),
+        ("import torchh", "the command fails by itself: exit code 1: ModuleNotFoundError: No module named 'torchh'"),
         ("name = input()", "EOF when reading a line at train.py:1; a trial has nothing to read from stdin"),
         ("print('hello')", "no optimizer step was seen: nothing to fix"),
     ],

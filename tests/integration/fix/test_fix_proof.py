@@ -224,9 +224,7 @@ def test_a_training_that_makes_much_of_any_rounding_can_be_proven_all_the_same(t
     launcher = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
 
     def run(follows: int = 1, leads: int = 0, **flags: float) -> Run:
-        turned = (
-            Change(name=f"setting:{k}", value=v, safety="equivalent", knob=f"--{k}") for k, v in flags.items()
-        )
+        turned = (Change(name=f"setting:{k}", value=v, safety="equivalent", knob=f"--{k}") for k, v in flags.items())
         return launcher.prove(
             [ProofRun(changes=tuple(turned), steps=220, leads=leads, follows=follows)], timeout_s=100
         )[0]

@@ -54,12 +54,7 @@ def test_root_that_may_not_mount_has_overlays_all_the_same(tmp_path: Path) -> No
     if os.getuid() or shutil.which(drop[0]) is None:
         pytest.skip("only root can give up a capability")
     done = subprocess.run(
-        [*drop, sys.executable, "-c", LOOK],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        [*drop, sys.executable, "-c", LOOK], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "\n"
 
@@ -97,9 +92,7 @@ def test_files_of_another_group_are_the_reason_that_is_given(shared: Path) -> No
 
 
 @pytest.mark.usefixtures("overlays")
-def test_files_of_another_group_are_found_where_the_command_does_not_name_them(
-    shared: Path, tmp_path: Path
-) -> None:
+def test_files_of_another_group_are_found_where_the_command_does_not_name_them(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (shared / "log.txt").rename(tmp_path / "elsewhere" / "log.txt")
     (shared / "train.py").write_text("open('../elsewhere/log.txt', 'a')")
@@ -158,17 +151,7 @@ def test_single_files_and_sockets_that_are_mounted_or_listen_are_there(tmp_path:
         (folder / "mounted").touch()
         (folder / "source").write_text("of the container")
         done = subprocess.run(
-            [
-                "unshare",
-                "-m",
-                "--propagation",
-                "private",
-                sys.executable,
-                "-c",
-                UNDER_AN_OVERLAY,
-                name,
-                str(tmp_path),
-            ],
+            ["unshare", "-m", "--propagation", "private", sys.executable, "-c", UNDER_AN_OVERLAY, name, str(tmp_path)],
             capture_output=True,
             text=True,
             timeout=60,

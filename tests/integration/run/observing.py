@@ -90,9 +90,7 @@ def write(folder: Path, **scripts: str) -> None:
         (folder / f"{name}.py").write_text(textwrap.dedent(text), encoding="utf-8")
 
 
-def flatout_run(
-    folder: Path, *command: str, options: tuple[str, ...] = (), env: dict[str, str] | None = None
-) -> Run:
+def flatout_run(folder: Path, *command: str, options: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Run:
     """`flatout run OPTIONS -- COMMAND` in `folder`, to its end."""
     return finish(folder, subprocess.Popen(**call(folder, *command, options=options, env=env)))
 

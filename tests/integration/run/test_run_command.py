@@ -79,13 +79,7 @@ WAYS = {
     "module": (PYTHON, "-m", "pkg.train"),
     "shell": ("bash", "train.sh"),
     "make": ("make", "-s", "train"),
-    "accelerate": (
-        str(Path(PYTHON).with_name("accelerate")),
-        "launch",
-        "--cpu",
-        "--num_processes=1",
-        "train.py",
-    ),
+    "accelerate": (str(Path(PYTHON).with_name("accelerate")), "launch", "--cpu", "--num_processes=1", "train.py"),
 }
 
 
@@ -121,9 +115,7 @@ def test_short_form_quiet_and_json_to_stdout(place: Path) -> None:
         ("terminated", 128 + 15, "SIGTERM after at least 6 steps"),
     ],
 )
-def test_however_the_script_ends_its_trace_can_be_read(
-    place: Path, script: str, code: int, ended: str
-) -> None:
+def test_however_the_script_ends_its_trace_can_be_read(place: Path, script: str, code: int, ended: str) -> None:
     run = flatout_run(place, PYTHON, f"{script}.py")
     says = f"{Path(PYTHON).name} ended with {ended}"
     assert f"\n{says}.\n" in f"\n{run.err}"
@@ -244,10 +236,7 @@ def test_an_existing_sitecustomize_is_chained(place: Path) -> None:
 
 def test_a_script_that_asks_for_torch_before_it_imports_it_is_measured(place: Path) -> None:
     """As transformers and datasets do on their import."""
-    write(
-        place,
-        use="import importlib.util as u; u.find_spec('torch'); import train; [train.step() for _ in range(3)]",
-    )
+    write(place, use="import importlib.util as u; u.find_spec('torch'); import train; [train.step() for _ in range(3)]")
     run = flatout_run(place, PYTHON, "use.py")
     assert run.code == 0, run.err
     assert steps(run) == 3

@@ -59,9 +59,7 @@ def test_an_optimizer_does_not_load_it(tmp_path: Path) -> None:
 def test_what_looks_at_every_module_does_not_load_it(tmp_path: Path) -> None:
     """As `inspect` does, for instance in the midst of this import: the compiler wants what is not there yet."""
     first, rest = TRAINING.split("import torch\n", 1)
-    assert "spared" in output_of(
-        tmp_path, f"{first}import torch\n    import torch.distributed.tensor\n{rest}"
-    )
+    assert "spared" in output_of(tmp_path, f"{first}import torch\n    import torch.distributed.tensor\n{rest}")
 
 
 @pytest.mark.parametrize("question", ASKING.values(), ids=ASKING)

@@ -18,9 +18,7 @@ from observing import FLATOUT
 from flatout.launch.protocol import VARIABLE, Options
 
 REPOSITORY = Path(__file__).parents[3]
-OF_TORCH = (
-    "torch torchgen functorch typing_extensions.py sympy mpmath networkx jinja2 markupsafe fsspec filelock"
-)
+OF_TORCH = "torch torchgen functorch typing_extensions.py sympy mpmath networkx jinja2 markupsafe fsspec filelock"
 TRAIN = """
 import sys, time, torch
 from torch import nn
@@ -63,18 +61,14 @@ def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def flatout(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `flatout WORDS` in this folder."""
     env = {**os.environ, "PYTHONWARNINGS": "ignore", **variables}
-    return subprocess.run(
-        [*FLATOUT, *words], cwd=folder, env=env, capture_output=True, text=True, check=False
-    )
+    return subprocess.run([*FLATOUT, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 # --- an environment that has torch alone ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("--auto",)], ids=["run", "run --auto"])
-def test_an_environment_with_torch_alone_is_measured(
-    tmp_path: Path, torch_alone: Path, options: tuple[str]
-) -> None:
+def test_an_environment_with_torch_alone_is_measured(tmp_path: Path, torch_alone: Path, options: tuple[str]) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = flatout(tmp_path, "run", *options, "--", str(torch_alone), "train.py", "3", "1")
     assert (done.returncode, done.stdout) == (0, "trained []\n"), done.stderr
@@ -94,9 +88,7 @@ def test_an_environment_with_torch_alone_is_fixed(tmp_path: Path, torch_alone: P
 
 def test_the_tool_starts_without_torch_and_what_only_other_verbs_need(tmp_path: Path) -> None:
     names = "numpy numpy.libs pynvml.py rich typer yaml _yaml markdown_it mdurl pygments shellingham annotated_doc"
-    names += (
-        " pydantic pydantic_core annotated_types typing_inspection typing_extensions.py click"  # for typer
-    )
+    names += " pydantic pydantic_core annotated_types typing_inspection typing_extensions.py click"  # for typer
     there = [name for name in names.split() if (Path(torch.__file__).parents[1] / name).exists()]
     python = environment(tmp_path / "tool", *there)
     (tmp_path / "train.yaml").write_text("model: {}\n")
@@ -113,8 +105,7 @@ def test_the_tool_starts_without_torch_and_what_only_other_verbs_need(tmp_path: 
         codes[words] = done.returncode
         if words.startswith("train"):
             assert (
-                done.stderr
-                == "flatout: this needs torch, which is not installed here: pip install 'flatout[train]'\n"
+                done.stderr == "flatout: this needs torch, which is not installed here: pip install 'flatout[train]'\n"
             )
         assert "Traceback" not in done.stderr, done.stderr
     assert codes == {
@@ -132,9 +123,7 @@ def test_the_tool_starts_without_torch_and_what_only_other_verbs_need(tmp_path: 
 TELL = "import sys; print(sys.argv[1], sys.executable, sys.prefix, 'flatout.inside.start' in sys.modules)"
 
 
-def test_scripts_that_replace_pythonpath_are_followed_and_notice_nothing(
-    tmp_path: Path, torch_alone: Path
-) -> None:
+def test_scripts_that_replace_pythonpath_are_followed_and_notice_nothing(tmp_path: Path, torch_alone: Path) -> None:
     (tmp_path / "tell.py").write_text(TELL)
     (tmp_path / "Makefile").write_text("all:\n\tPYTHONPATH=. python tell.py make\n")
     (tmp_path / "all.sh").write_text(
@@ -149,9 +138,7 @@ def test_scripts_that_replace_pythonpath_are_followed_and_notice_nothing(
         """)
     )
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    bare = subprocess.run(
-        ["bash", "all.sh"], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True
-    )
+    bare = subprocess.run(["bash", "all.sh"], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True)
     followed = flatout(tmp_path, "run", "--", "bash", "all.sh", PATH=path).stdout.splitlines()
     assert [line.rsplit(" ", 1)[0] for line in followed] == [
         line.rsplit(" ", 1)[0] for line in bare.stdout.decode().splitlines()
@@ -192,9 +179,7 @@ sys.stdin.read()
         pytest.param([sys.executable], "Python 3.8 is older than 3.10", id="Python 3.8"),
         pytest.param([sys.executable, "-I"], "was started with -I and ignores PYTHONPATH", id="-I"),
         pytest.param([sys.executable, "-uE"], "was started with -E and ignores PYTHONPATH", id="-uE"),
-        pytest.param(
-            ["env", "PYTHONPATH=.", sys.executable], "PYTHONPATH was replaced for it", id="PYTHONPATH"
-        ),
+        pytest.param(["env", "PYTHONPATH=.", sys.executable], "PYTHONPATH was replaced for it", id="PYTHONPATH"),
         pytest.param(["env", "-u", VARIABLE, sys.executable], f"pass on {VARIABLE}", id="environment"),
     ],
 )
@@ -202,12 +187,7 @@ def test_a_training_that_is_lost_is_named_with_the_cure(tmp_path: Path, words: l
     version = "3.8" if "3.8" in why else "3.11"
     command = [*FLATOUT, "run", "--", *words, "-c", LIKE_TORCH, str(tmp_path / "lib" / f"python{version}")]
     with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as run:
         assert run.stdin is not None
         assert run.stderr is not None

@@ -67,28 +67,15 @@ def why_py_spy_cannot_look() -> str:
         program = find_py_spy()
     except UsageError:
         return "py-spy is not installed"
-    with subprocess.Popen(
-        [sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1) as process:
         assert process.stdout is not None
         process.stdout.readline()
         with tempfile.TemporaryDirectory() as folder:
-            words = [
-                program,
-                "record",
-                "--pid",
-                str(process.pid),
-                "--nonblocking",
-                "--idle",
-                "--duration",
-                "1",
-            ]
+            words = [program, "record", "--pid", str(process.pid), "--nonblocking", "--idle", "--duration", "1"]
             words += ["--format", "raw", "--output", f"{folder}/lines"]
             looked = subprocess.run(words, capture_output=True, text=True)
         process.communicate(b"\n")
-    return (
-        "" if looked.returncode == 0 else f"py-spy may not read other processes here: {looked.stderr.strip()}"
-    )
+    return "" if looked.returncode == 0 else f"py-spy may not read other processes here: {looked.stderr.strip()}"
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
@@ -105,11 +92,7 @@ def test_the_planted_line_is_the_first(tmp_path: Path, end: str, code: int) -> N
     assert (digest.name, digest.exact) == ("digest", True)
     assert (digest.hottest.where, digest.hottest.source) == (where("    product ="), "product = BIG * BIG")
     sample = in_workers(run.observed.rank, "Numbers", (SAMPLES,))[0]
-    assert (sample.name, sample.exact, sample.hottest.where) == (
-        "Numbers.__getitem__",
-        True,
-        where("factor = "),
-    )
+    assert (sample.name, sample.exact, sample.hottest.where) == ("Numbers.__getitem__", True, where("factor = "))
     assert "train.py, digest: " in run.err
     assert "; exact lines" in run.err
     assert run.account is not None
@@ -127,37 +110,19 @@ def test_a_py_spy_that_fails_costs_the_exact_lines_and_nothing_else(tmp_path: Pa
     run = flatout_run(tmp_path, sys.executable, "train.py", options=("--lines", "exact"), env={"PATH": path})
     assert (run.code, run.out) == (alone.returncode, alone.stdout)
     assert run.account is not None
-    why = (
-        "the lines of rank 0 are sampled, not exact: py-spy ended with exit code 1 (Error: Permission denied)"
-    )
+    why = "the lines of rank 0 are sampled, not exact: py-spy ended with exit code 1 (Error: Permission denied)"
     assert why in run.account["notes"]
     assert not in_training(run.observed.rank)[0].exact
 
 
 def test_where_py_spy_is_missing_nothing_is_started(tmp_path: Path) -> None:
-    command = [
-        str(tmp_path / "python"),
-        *FLATOUT[1:],
-        "run",
-        "--lines",
-        "exact",
-        "--",
-        shutil.which("touch"),
-        "made",
-    ]
+    command = [str(tmp_path / "python"), *FLATOUT[1:], "run", "--lines", "exact", "--", shutil.which("touch"), "made"]
     (tmp_path / "python").symlink_to(sys.executable)  # no py-spy lies beside this name
     paths = os.pathsep.join(path for path in sys.path if path)
     ended = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={"PATH": str(tmp_path), "PYTHONPATH": paths},
+        command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": str(tmp_path), "PYTHONPATH": paths}
     )
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert (
-        line
-        == "flatout: --lines exact needs the program py-spy, which is not here: pip install 'flatout[exact]'"
-    )
+    assert line == "flatout: --lines exact needs the program py-spy, which is not here: pip install 'flatout[exact]'"
     assert [path.name for path in tmp_path.iterdir()] == ["python"]

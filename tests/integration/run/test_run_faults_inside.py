@@ -47,16 +47,7 @@ def methods(owner: type, *names: str) -> list[Any]:
 
 EVERY_HOOK = [
     *methods(recorder.Recorder, "push", "pop", "fetching", "fetched", "forward", "backward", "leave"),
-    *methods(
-        recorder.Recorder,
-        "optimizer_begins",
-        "optimizer_ended",
-        "set_kind",
-        "finish",
-        "_cut",
-        "_send",
-        "_close",
-    ),
+    *methods(recorder.Recorder, "optimizer_begins", "optimizer_ended", "set_kind", "finish", "_cut", "_send", "_close"),
     *methods(recording.Recording, "loader_seen", "step_ended"),
     *methods(recording.Recording, "_open_trace", "_write_facts", "_emit", "own_cost"),
     *methods(loaders.LoaderNotes, "pass_begins", "before_batch", "after_batch", "kinds"),

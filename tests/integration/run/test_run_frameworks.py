@@ -137,10 +137,7 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
             disable_tqdm=True,
         )
         Trainer(
-            model=BertForSequenceClassification(config),
-            args=arguments,
-            train_dataset=rows,
-            eval_dataset=rows[:12],
+            model=BertForSequenceClassification(config), args=arguments, train_dataset=rows, eval_dataset=rows[:12]
         ).train()
 
     try:
@@ -184,15 +181,7 @@ DDP = """
 
 def test_ddp_under_torchrun_is_one_trace_of_two_ranks(tmp_path: Path) -> None:
     write(tmp_path, train=DDP)
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-    )
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
     run = flatout_run(tmp_path, *torchrun)
     assert run.code == 0, run.err
     merged = trace.read(run.folder)
@@ -202,11 +191,7 @@ def test_ddp_under_torchrun_is_one_trace_of_two_ranks(tmp_path: Path) -> None:
         observed = Observed(rank)
         assert len(observed.steps) == 7
         assert {(step.micro_steps, step.samples) for step in observed.steps} == {(2, 8)}
-        assert {span.name for step in observed.steps for span in step.spans} >= {
-            "data",
-            "forward",
-            "backward",
-        }
+        assert {span.name for step in observed.steps for span in step.spans} >= {"data", "forward", "backward"}
         assert sum(report.samples for report in rank.workers) == 64, "each rank has its own workers"
         assert rank.facts.gradient_exchange.waited_ms > 0
     assert run.account is not None

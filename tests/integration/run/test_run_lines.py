@@ -138,9 +138,7 @@ def test_where_no_step_comes_for_long_one_line_says_what_goes_on(tmp_path: Path)
         "import sys; from pathlib import Path; from flatout.launch import launcher; "
         "launcher.run([sys.executable, 'train.py'], folder=Path('trace'), ask_after_s=4.0)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", launch], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", launch], cwd=tmp_path, capture_output=True, text=True, check=True)
     (line,) = ended.stderr.splitlines()
     assert line.startswith("flatout: no training step after 4 s; train.py:")
     assert "prepare: time.sleep(10); " in line

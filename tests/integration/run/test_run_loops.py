@@ -109,9 +109,7 @@ def test_a_step_that_is_not_looked_at_closely_takes_few_calls_of_ours(tmp_path: 
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number, (x, y) in enumerate(loader(BATCH * 360)):
-            if (
-                number == 310
-            ):  # what the loop does to its dataset is looked at before, and facts are written at 300
+            if number == 310:  # what the loop does to its dataset is looked at before, and facts are written at 300
                 sys.setprofile(count)
             learn(model, optimizer, x.to("cpu"), y.to("cpu"))
         sys.setprofile(None)
@@ -368,9 +366,7 @@ def test_evaluation_is_told_from_training(
                 evaluate(model, validation)
 
     observed = observe(tmp_path, train, closely=closely)
-    with_evaluation = [
-        step.index for step in observed.steps if any(s.name == "evaluation" for s in step.spans)
-    ]
+    with_evaluation = [step.index for step in observed.steps if any(s.name == "evaluation" for s in step.spans)]
     assert with_evaluation == ([3, 6, 9, 12, 15] if between == "steps" else [6, 12])
     assert observed.samples() == 3 * 24, "samples of the evaluation are not training's"
     assert observed.count("data") == 17
@@ -517,10 +513,7 @@ def test_what_loop_and_loader_do_to_each_other_is_seen(tmp_path: Path, new_loade
 
     facts = {loader.length: loader for loader in observe(tmp_path, train).rank.facts.loaders}
     told = {length: (f.trains, f.made_anew, f.written) for length, f in facts.items()}
-    assert told == {
-        24: (True, new_loader, None if new_loader else "Indexed, noise"),
-        96: (False, False, None),
-    }
+    assert told == {24: (True, new_loader, None if new_loader else "Indexed, noise"), 96: (False, False, None)}
 
 
 class SlowToBegin(Dataset[Any]):
@@ -940,15 +933,7 @@ def test_a_loaded_model_is_seen(tmp_path: Path) -> None:
 
 
 def test_everything_is_taken_off_again(tmp_path: Path) -> None:
-    owners = (
-        torch,
-        torch.Tensor,
-        torch.nn.Module,
-        torch.optim.Optimizer,
-        torch.autograd,
-        DataLoader,
-        queue.Queue,
-    )
+    owners = (torch, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.autograd, DataLoader, queue.Queue)
     before = [dict(vars(owner)) for owner in owners]
 
     def train() -> None:
@@ -966,9 +951,7 @@ def test_everything_is_taken_off_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "seen"), [(True, ("bfloat16",)), (False, ("None",))])
-def test_mixed_precision_is_seen_where_it_is_entered(
-    tmp_path: Path, wanted: bool, seen: tuple[str, ...]
-) -> None:
+def test_mixed_precision_is_seen_where_it_is_entered(tmp_path: Path, wanted: bool, seen: tuple[str, ...]) -> None:
     def train() -> None:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -113,10 +113,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], lis
     ids=["a dataset that draws nothing", "random samples"],
 )
 def test_identical_changes_leave_every_loss_bit_for_bit(
-    tmp_path: Path,
-    plain: dict[tuple[str, ...], list[str]],
-    flags: tuple[str, ...],
-    changes: tuple[Change, ...],
+    tmp_path: Path, plain: dict[tuple[str, ...], list[str]], flags: tuple[str, ...], changes: tuple[Change, ...]
 ) -> None:
     write(tmp_path, train=TRAIN)
     run = run_with(tmp_path, *changes, flags=flags)
@@ -151,9 +148,7 @@ def test_workers_have_the_threads_of_the_plan(tmp_path: Path) -> None:
     assert run.out.split() == ["threads", "3"] * 2
 
 
-def test_changes_to_what_is_computed_show_in_the_facts(
-    tmp_path: Path, plain: dict[tuple[str, ...], list[str]]
-) -> None:
+def test_changes_to_what_is_computed_show_in_the_facts(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:
     write(tmp_path, train=TRAIN)
     wanted = (
         change("precision", "bf16"),
@@ -168,9 +163,7 @@ def test_changes_to_what_is_computed_show_in_the_facts(
     assert run.code == 0, run.err
     facts, made = run.observed.rank.facts, entries(run)
     assert (facts.autocast, facts.channels_last, facts.optimizer_fused) == (("bfloat16",), True, True)
-    assert "seen (True, True)" in run.out.splitlines(), (
-        "every call of the model is inside autocast and channels_last"
-    )
+    assert "seen (True, True)" in run.out.splitlines(), "every call of the model is inside autocast and channels_last"
     assert "keys conv.weight conv.bias head.weight head.bias" in run.out
     assert made["fused_optimizer"].where == "train.py:36"
     assert made["precision"].where == "train.py:40"
@@ -180,9 +173,7 @@ def test_changes_to_what_is_computed_show_in_the_facts(
     assert made["gpu_transforms"].how == "needs the elastic loader in the same plan"
     assert "changed in this run: precision=bf16 (each call of the model under torch.autocast" in run.err
     assert "Not changed: pin_memory (there is no GPU to copy to)" in run.err
-    near = [
-        abs(float.fromhex(a[5:]) - float.fromhex(b[5:])) for a, b in zip(losses(run), plain[()], strict=True)
-    ]
+    near = [abs(float.fromhex(a[5:]) - float.fromhex(b[5:])) for a, b in zip(losses(run), plain[()], strict=True)]
     assert 0 < max(near) < 0.05, "rounding, and no more"
 
 
@@ -198,10 +189,7 @@ def test_transforms_stay_where_they_are_without_a_card_to_make_them(
 
 def test_a_compiled_model_keeps_its_names(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:
     write(
-        tmp_path,
-        train=TRAIN.replace("seen.add((", "(lambda found: None)((").replace(
-            "0.2, self.training", "0.0, True"
-        ),
+        tmp_path, train=TRAIN.replace("seen.add((", "(lambda found: None)((").replace("0.2, self.training", "0.0, True")
     )
     run = run_with(tmp_path, change("compile", "default"))
     assert run.code == 0, run.err
@@ -324,16 +312,7 @@ def test_values_are_changed_as_the_script_reads_them(tmp_path: Path, launcher: s
     (tmp_path / "model.json").write_text('{"layers": [{"width": 1}, {"width": 2}]}')
     (tmp_path / "train.sh").write_text(f"{sys.executable} train.py --lr 0.5\n")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-        "--lr",
-        "0.5",
-    )
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "--lr", "0.5")
     run = run_with(
         tmp_path,
         change("learning_rate", 0.25, "--lr"),
@@ -352,9 +331,7 @@ def test_values_are_changed_as_the_script_reads_them(tmp_path: Path, launcher: s
     assert made["setting:BATCH"].how == "config.py:BATCH set to 16 instead of 8"
     assert made["eval_interval"].how == "the script did not read --eval-every"
     assert run.observed.rank.facts.learning_rate == 0.25
-    assert {name: (tmp_path / name).read_bytes() for name in before} == before, (
-        "nothing of the user's is rewritten"
-    )
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before, "nothing of the user's is rewritten"
 
 
 def test_every_place_is_told_where_a_change_was_made(tmp_path: Path) -> None:
@@ -390,16 +367,12 @@ HEARD = """
 def test_of_a_plan_only_the_first_steps_hear(tmp_path: Path, wanted: tuple[str, Any]) -> None:
     write(tmp_path, train=HEARD)
     Plan(changes=(change(*wanted),)).save(tmp_path / "plan.yaml")
-    run = flatout_run(
-        tmp_path, sys.executable, "train.py", options=("--plan", "plan.yaml", "--no-xray", "--quiet")
-    )
+    run = flatout_run(tmp_path, sys.executable, "train.py", options=("--plan", "plan.yaml", "--no-xray", "--quiet"))
     assert run.code == 0, run.err
     assert 1 <= int(run.out.split("heard")[1]) <= 20
 
 
-def test_auto_puts_in_what_is_safe_and_says_which(
-    tmp_path: Path, plain: dict[tuple[str, ...], list[str]]
-) -> None:
+def test_auto_puts_in_what_is_safe_and_says_which(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:
     write(tmp_path, train=TRAIN)
     flags = ("--workers", "2", "--random")
     run = flatout_run(tmp_path, sys.executable, "train.py", *flags, options=("--auto", "--strict", "--quiet"))
@@ -414,13 +387,9 @@ def test_auto_says_that_random_samples_draw_others_with_workers_too(
     """GIVEN two workers and samples that draw random numbers, THEN --auto says what --strict would have kept."""
     write(tmp_path, train=TRAIN)
     flags = ("--workers", "2", "--random")
-    run = flatout_run(
-        tmp_path, sys.executable, "train.py", *flags, options=("--auto", "--no-xray", "--quiet")
-    )
+    run = flatout_run(tmp_path, sys.executable, "train.py", *flags, options=("--auto", "--no-xray", "--quiet"))
     assert run.code == 0, run.err
-    assert (
-        "(batches come from flatout's own workers; samples that draw random numbers draw others, t" in run.err
-    )
+    assert "(batches come from flatout's own workers; samples that draw random numbers draw others, t" in run.err
     assert losses(run) != plain[flags]
 
 
@@ -478,14 +447,8 @@ WRITES = """
     ("what", "why"),
     [
         ("size", "the loop writes to what it reads (Pictures, size), which no worker would see"),
-        (
-            "added",
-            "the loop writes to what it reads (Pictures, global variable added), which no worker would see",
-        ),
-        (
-            "sampler",
-            "num_workers=0, and the sampler is the script's own, Hardest: it may go by what was learned",
-        ),
+        ("added", "the loop writes to what it reads (Pictures, global variable added), which no worker would see"),
+        ("sampler", "num_workers=0, and the sampler is the script's own, Hardest: it may go by what was learned"),
     ],
 )
 def test_what_a_loop_without_workers_tells_its_data_is_not_lost(tmp_path: Path, what: str, why: str) -> None:

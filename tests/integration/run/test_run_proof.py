@@ -47,17 +47,13 @@ def proof(folder: Path, name: str, *flags: str, plan: Plan | None = None) -> lis
     return [json.loads(line) for line in (folder / name / "proof-00000.jsonl").read_text().splitlines()]
 
 
-def test_a_proof_tells_the_same_training_from_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_tells_the_same_training_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write(tmp_path, train=UNSEEDED)
     first = proof(tmp_path, "first")
     elastic = Plan(changes=(Change(name="loader", value="elastic", safety="reseeded"),))
     fed = proof(tmp_path, "elastic", plan=elastic)
-    assert [step["begins"] for step in first if step["begins"] != [None]] == [["here"], ["here"]], (
-        "two epochs"
-    )
+    assert [step["begins"] for step in first if step["begins"] != [None]] == [["here"], ["here"]], "two epochs"
     assert [step["begins"] for step in fed if step["begins"] != [None]] == [["elsewhere"], ["elsewhere"]]
     assert [{**step, "begins": None} for step in fed] == [{**step, "begins": None} for step in first], (
         "one seed, one training: in any process"
@@ -65,9 +61,7 @@ def test_a_proof_tells_the_same_training_from_another(
     perturbed = proof(tmp_path, "perturbed", "perturbed")
     assert [step["indices"] for step in perturbed] == [step["indices"] for step in first]
     differing = [
-        step["step"]
-        for step, other in zip(first, perturbed, strict=True)
-        if step["inputs"] != other["inputs"]
+        step["step"] for step, other in zip(first, perturbed, strict=True) if step["inputs"] != other["inputs"]
     ]
     assert differing == [step["step"] for step in first if 5 in step["indices"][0]]
     assert [len(step["inputs"]) for step in first] == [2] * len(first), "two micro-steps a step"
@@ -103,9 +97,7 @@ def test_what_a_model_has_made_is_no_data(tmp_path: Path, monkeypatch: pytest.Mo
     assert [step["inputs"] for step in first] == [step["inputs"] for step in off]
     assert [step["losses"] for step in first] != [step["losses"] for step in off]
     told = [checksum for step in first for checksum in step["inputs"]]
-    assert told.count("0" * 16) == len(told) / 2, (
-        "the critic's from the generator, not its real ones, nor the noise"
-    )
+    assert told.count("0" * 16) == len(told) / 2, "the critic's from the generator, not its real ones, nor the noise"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.bool])

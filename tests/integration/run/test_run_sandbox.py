@@ -73,9 +73,7 @@ file.write_text("compiled")
 def tree(folder: Path) -> dict[str, str]:
     """Every file and folder, byte for byte."""
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.is_file()
-        else "folder"
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
         for path in sorted(folder.rglob("*"))
     }
 
@@ -242,9 +240,7 @@ def test_side_doors_are_redirected_too(user_folder: Path, tmp_path: Path) -> Non
     assert (user_folder / "data" / "numbers").stat() == times
 
 
-@pytest.mark.parametrize(
-    "variable", ["XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR here"]
-)
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR here"])
 def test_no_variable_opens_the_sandbox(
     user_folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,10 +281,7 @@ def test_what_overlays_do_not_cover_is_compared(user_folder: Path, tmp_path: Pat
         file = Path(f"{folder}.txt")
         for path in (file, Path(folder, "kept.txt")):
             path.write_text("kept")
-        write(
-            user_folder,
-            train=f"for path in ('{file}', '{folder}/kept.txt'): open(path, 'w').write('overwritten')",
-        )
+        write(user_folder, train=f"for path in ('{file}', '{folder}/kept.txt'): open(path, 'w').write('overwritten')")
         trial = Trial(protect=tmp_path / "scratch", overlay=overlay)
         try:
             with pytest.raises(RealWriteError) as told:
@@ -359,9 +352,7 @@ def test_an_unprivileged_overlay_keeps_files_too(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "below" / "file").write_text("as it was")
     box = sandbox.Sandbox(
-        scratch=str(tmp_path / "scratch"),
-        cover=(str(tmp_path / "below"),),
-        keep=(str(tmp_path / "below/kept"),),
+        scratch=str(tmp_path / "scratch"), cover=(str(tmp_path / "below"),), keep=(str(tmp_path / "below/kept"),)
     )
     words = ["sh", "-c", "cat file && rm file && echo new > other && echo kept > kept/file && ls"]
     done = subprocess.run(
@@ -372,9 +363,7 @@ def test_an_unprivileged_overlay_keeps_files_too(tmp_path: Path) -> None:
 
 
 def test_where_disks_are_mounted_is_read_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = (
-        "36 35 98:0 / /mnt/données\\040brutes rw - ext4 /dev/sdb rw\n25 1 0:23 / /proc rw - proc proc rw\n"
-    )
+    lines = "36 35 98:0 / /mnt/données\\040brutes rw - ext4 /dev/sdb rw\n25 1 0:23 / /proc rw - proc proc rw\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: lines)
     monkeypatch.setattr("os.path.exists", lambda path: path == "/mnt/données brutes")
     assert list(sandbox._mounted()) == ["/mnt/données brutes"]

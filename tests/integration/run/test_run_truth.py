@@ -169,9 +169,7 @@ def test_a_planted_delay_shows_under_its_name(
     if name == "sync":
         places = {s.where for step in observed.steps for s in step.spans if s.name == "sync"}
         line = next(
-            n
-            for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
-            if "SlowItem).item()" in text
+            n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "SlowItem).item()" in text
         )
         assert len(places) == 1
         assert places.pop().endswith(f"{Path(__file__).name}:{line}")

@@ -128,18 +128,7 @@ def test_a_crash_before_anything_is_decided_leaves_no_plan(tmp_path: Path) -> No
 
 def test_ctrl_c_keeps_the_exit_code_and_what_was_decided(tmp_path: Path) -> None:
     write(tmp_path, train=TRAIN)
-    train = [
-        sys.executable,
-        "train.py",
-        "--workers",
-        "2",
-        "--sample-ms",
-        "0",
-        "--step-ms",
-        "20",
-        "--end",
-        "wait",
-    ]
+    train = [sys.executable, "train.py", "--workers", "2", "--sample-ms", "0", "--step-ms", "20", "--end", "wait"]
     process = subprocess.Popen(**call(tmp_path, *train, options=("--tune", "--quiet")))
     while not (tmp_path / "here").exists():
         assert process.poll() is None
@@ -179,6 +168,5 @@ def test_tuning_goes_with_no_other_way_to_change_a_run(tmp_path: Path, with_it: 
     run = flatout_run(tmp_path, sys.executable, "train.py", options=("--tune", *with_it))
     assert (run.code, run.out) == (2, "")
     assert (
-        run.err
-        == "flatout: --tune goes without --plan, --auto and --max-steps: it decides itself, while you train\n"
+        run.err == "flatout: --tune goes without --plan, --auto and --max-steps: it decides itself, while you train\n"
     )

@@ -38,13 +38,7 @@ from flatout.augment.kernel_launch import KernelPlan
 torch.set_num_threads(1)
 NORMALIZE = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 STANDARD = [HFlip(), Rotate(15), Brightness(0.2), Contrast(0.2), NORMALIZE]
-STRONG = [
-    HFlip(),
-    Affine(30, 0.1, (0.8, 1.2), 10),
-    ColorJitter(0.4, 0.4, 0.4, 0.1),
-    Blur(5, p=0.5),
-    NORMALIZE,
-]
+STRONG = [HFlip(), Affine(30, 0.1, (0.8, 1.2), 10), ColorJitter(0.4, 0.4, 0.4, 0.1), Blur(5, p=0.5), NORMALIZE]
 
 
 def compare(
@@ -66,17 +60,13 @@ def compare(
     assert out.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     assert (out.float() - expected).abs().max() <= within
     masks = images[:, :1].to(torch.int64)
-    assert torch.equal(
-        plan.apply_masks(masks, rows, 255), batch_program.apply_masks(program, masks, rows, 255)
-    )
+    assert torch.equal(plan.apply_masks(masks, rows, 255), batch_program.apply_masks(program, masks, rows, 255))
     return plan, rows, out
 
 
 def pictures(n=2, channels=3, height=36, width=40, nhwc=False):
     shape = (n, height, width, channels) if nhwc else (n, channels, height, width)
-    images = torch.randint(
-        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(n * height)
-    )
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(n * height))
     return images.movedim(3, 1) if nhwc else images
 
 

@@ -90,9 +90,7 @@ def test_schedule_goes_by_the_epoch():
     early, late = Minimal(), Strong(seed=5)
     schedule = Schedule({50: late, 0: early})
     for epoch, stage in ((0, early), (49, early), (50, late), (1000, late)):
-        assert torch.equal(
-            schedule(IMAGES, index=INDEX, epoch=epoch), stage(IMAGES, index=INDEX, epoch=epoch)
-        )
+        assert torch.equal(schedule(IMAGES, index=INDEX, epoch=epoch), stage(IMAGES, index=INDEX, epoch=epoch))
 
 
 def test_flips_after_colour_operations_are_the_same_as_before():
@@ -107,18 +105,14 @@ def test_flips_after_colour_operations_are_the_same_as_before():
 
 def test_compiled_with_the_step_around_it(monkeypatch):
     with contextlib.suppress(ImportError):
-        monkeypatch.setattr(
-            "tqdm.tqdm.monitor_interval", 0
-        )  # the compiler's progress bar would leave a thread behind
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the compiler's progress bar would leave a thread behind
     torch.compiler.reset()
     aug = Standard(size=16)
     step = torch.compile(lambda x, m, i, e: aug(x, m, index=i, epoch=e), fullgraph=True, backend="aot_eager")
     masks = torch.randint(0, 9, (4, 24, 32))
     for epoch in (0, 1, 7):
         expected = aug(IMAGES, masks, index=INDEX, epoch=epoch)
-        assert all(
-            torch.equal(a, b) for a, b in zip(step(IMAGES, masks, INDEX, epoch), expected, strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(step(IMAGES, masks, INDEX, epoch), expected, strict=True))
     torch.compiler.reset()
 
 
@@ -195,15 +189,7 @@ POINTS = st.lists(st.sampled_from([
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    GEOMETRY,
-    TURN,
-    POINTS,
-    st.integers(0, 5),
-    st.integers(12, 30),
-    st.integers(12, 30),
-    st.sampled_from([1, 3]),
-)
+@given(GEOMETRY, TURN, POINTS, st.integers(0, 5), st.integers(12, 30), st.integers(12, 30), st.sampled_from([1, 3]))
 def test_any_list_of_operations_keeps_pictures_in_range(geometry, turn, points, n, height, width, channels):
     images = torch.randint(0, 256, (n, channels, height, width), dtype=torch.uint8)
     index = torch.arange(n) * 7

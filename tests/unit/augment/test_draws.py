@@ -14,9 +14,7 @@ EVERYTHING = [HFlip(), ResizedCrop(20), Affine(30, 0.2, (0.8, 1.2), 10, p=0.5), 
 SIZE = (40, 48)
 
 
-def rows(
-    index: torch.Tensor, operations=EVERYTHING, epoch: int = 0, seed: int = 0
-) -> dict[str, torch.Tensor]:
+def rows(index: torch.Tensor, operations=EVERYTHING, epoch: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
     program = BatchProgram.build(steps(operations), SIZE, 3)
     return dict(zip(program.columns, draw(program, index, epoch, seed).unbind(1), strict=True))
 
@@ -87,9 +85,7 @@ def test_colour_jitter_does_all_or_nothing():
 
 
 def test_boxes_have_the_asked_area_and_shape_and_lie_inside():
-    drawn = rows(
-        torch.arange(5_000), [ResizedCrop(80, scale=(0.2, 0.6), ratio=(0.5, 2.0)), Erase(0.5, (0.1, 0.2))]
-    )
+    drawn = rows(torch.arange(5_000), [ResizedCrop(80, scale=(0.2, 0.6), ratio=(0.5, 2.0)), Erase(0.5, (0.1, 0.2))])
     for name, size, low, high in (("0.ResizedCrop", SIZE, 0.2, 0.6), ("1.Erase", (80, 80), 0.1, 0.2)):
         top, left, height, width = (drawn[f"{name}.{part}"] for part in ("top", "left", "height", "width"))
         there = height > 0

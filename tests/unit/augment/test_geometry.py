@@ -52,8 +52,7 @@ def test_affine_is_shear_then_scale_then_turn_then_move():
     out, drawn = augmented(Affine(40, 0.3, (0.5, 2.0), (-20, 20, -10, 10)))
     for i in range(len(out)):
         angle, right, down, scale, shear_x, shear_y = (
-            float(drawn[f"0.Affine.{name}"][i])
-            for name in ("degrees", "right", "down", "scale", "shear_x", "shear_y")
+            float(drawn[f"0.Affine.{name}"][i]) for name in ("degrees", "right", "down", "scale", "shear_x", "shear_y")
         )
         turn, lean_x, lean_y = map(math.radians, (angle, shear_x, shear_y))
         turned = np.array([[math.cos(turn), -math.sin(turn)], [math.sin(turn), math.cos(turn)]])
@@ -70,9 +69,7 @@ def test_affine_is_shear_then_scale_then_turn_then_move():
 
 
 def test_the_nearest_pixel_is_grid_samples_and_what_masks_take():
-    images = torch.randint(
-        1, 256, (5, 1, 33, 41), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    images = torch.randint(1, 256, (5, 1, 33, 41), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     aug = Augment([HFlip(), Rotate(25)], interpolation="nearest")
     index = torch.arange(5)
     turned, masks, rows = aug(images, images[:, 0].long(), index=index, return_params=True)

@@ -33,20 +33,8 @@ pytest.importorskip("triton")
 
 def test_kernels_under_the_interpreter_do_what_the_reference_does():
     checks = Path(__file__).with_name("interpreted.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--noconftest",
-        str(checks),
-    ]
-    finished = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--noconftest", str(checks)]
+    finished = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout[-5000:]
     assert "[100%]" in finished.stdout
 
@@ -92,6 +80,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(aug, dtype, channels_last, t
         types["sink"] = out if constants is plan.passes[-1] else kept
         code = compiled(triton_kernels.pass_kernel, types, constants)
         assert code["cubin"]
-    assert ("st.global.b64" in code["ptx"]) == (
-        channels_last and dtype != torch.float32
-    )  # pixels stored by fours
+    assert ("st.global.b64" in code["ptx"]) == (channels_last and dtype != torch.float32)  # pixels stored by fours

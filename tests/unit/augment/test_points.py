@@ -67,14 +67,10 @@ def test_hue_is_kornias_and_the_standard_librarys():
     for sample, by in enumerate(turn.tolist()):
         r, g, b = X[sample, :, 3, 5].tolist()
         h, s, v = colorsys.rgb_to_hsv(r, g, b)
-        assert ours[sample, :, 3, 5].tolist() == pytest.approx(
-            colorsys.hsv_to_rgb((h + by) % 1, s, v), abs=1e-5
-        )
+        assert ours[sample, :, 3, 5].tolist() == pytest.approx(colorsys.hsv_to_rgb((h + by) % 1, s, v), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "colour", [(0, 0, 0), (1, 1, 1), (0.5, 0.5, 0.5), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)]
-)
+@pytest.mark.parametrize("colour", [(0, 0, 0), (1, 1, 1), (0.5, 0.5, 0.5), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)])
 def test_hue_of_corners_of_the_colour_cube(colour):
     pixel = torch.tensor(colour, dtype=torch.float32).view(1, 3, 1, 1)
     h, s, v = colorsys.rgb_to_hsv(*colour)
@@ -124,8 +120,6 @@ def test_noise_is_its_own_for_every_value_and_stays_in_range():
     assert grain[0].std() == pytest.approx(0.1, rel=0.03)
     assert torch.allclose(grain[0], 2 * grain[1], atol=1e-6)  # the same key, the same grain
     assert abs(torch.corrcoef(grain[0].flatten(1))[0, 1]) < 0.05
-    noisy = Noise().apply(
-        torch.ones(1, 3, 8, 8), *(column(torch.tensor([value])) for value in (0.5, 1.0, 2.0))
-    )
+    noisy = Noise().apply(torch.ones(1, 3, 8, 8), *(column(torch.tensor([value])) for value in (0.5, 1.0, 2.0)))
     assert noisy.max() == 1
     assert noisy.min() >= 0

@@ -33,13 +33,7 @@ def tv(name: str, **attributes: object) -> object:
     return made
 
 
-CROP = {
-    "size": (224, 224),
-    "scale": (0.2, 1.0),
-    "ratio": (0.75, 1.33),
-    "interpolation": BILINEAR,
-    "antialias": True,
-}
+CROP = {"size": (224, 224), "scale": (0.2, 1.0), "ratio": (0.75, 1.33), "interpolation": BILINEAR, "antialias": True}
 JITTER = tv("ColorJitter", brightness=(0.6, 1.4), contrast=(0.6, 1.4), saturation=None, hue=(-0.1, 0.1))
 TRAIN = tv("Compose", transforms=[
     tv("ToImage"),
@@ -96,27 +90,12 @@ def test_geometry_and_its_fill():
         (tv("RandAugment"), "RandAugment"),
         (lambda image: image, "function"),
         (
-            tv(
-                "Resize",
-                size=[9],
-                interpolation=SimpleNamespace(value="bicubic"),
-                max_size=None,
-                antialias=True,
-            ),
+            tv("Resize", size=[9], interpolation=SimpleNamespace(value="bicubic"), max_size=None, antialias=True),
             "bicubic",
         ),
-        (
-            tv("RandomRotation", degrees=[0, 1], interpolation=BILINEAR, expand=True, center=None, fill=0),
-            "expand",
-        ),
-        (
-            tv("RandomApply", transforms=[tv("RandomInvert", p=0.5), tv("RandomInvert", p=0.5)], p=0.5),
-            "RandomApply",
-        ),
-        (
-            tv("RandomCrop", size=(8, 8), padding=2, pad_if_needed=False, fill=0, padding_mode="reflect"),
-            "padding",
-        ),
+        (tv("RandomRotation", degrees=[0, 1], interpolation=BILINEAR, expand=True, center=None, fill=0), "expand"),
+        (tv("RandomApply", transforms=[tv("RandomInvert", p=0.5), tv("RandomInvert", p=0.5)], p=0.5), "RandomApply"),
+        (tv("RandomCrop", size=(8, 8), padding=2, pad_if_needed=False, fill=0, padding_mode="reflect"), "padding"),
         (tv("RandomErasing", p=0.5, scale=(0.1, 0.2), ratio=(0.5, 2), value=None), "value"),
         (tv("ToDtype", dtype=torch.float32, scale=False), "scale"),
         (tv("GaussianBlur", kernel_size=(3, 5), sigma=(1, 1)), "square"),

@@ -41,15 +41,7 @@ def test_nothing_is_found_in_a_healthy_script() -> None:
     checklist = check_script(SCRIPTS / "healthy.py")
     assert complaints(checklist) == {}
     judged = {line.subject for line in checklist.lines if line.status == OK}
-    assert {
-        "workers",
-        "pin_memory",
-        "set_epoch",
-        "mixed precision",
-        "TF32",
-        "compile",
-        "host waits",
-    } <= judged
+    assert {"workers", "pin_memory", "set_epoch", "mixed precision", "TF32", "compile", "host waits"} <= judged
 
 
 FAULTS = [
@@ -238,9 +230,7 @@ def test_the_workloads_mistakes_are_found_and_no_others(workload: str, mistakes:
 def test_the_fix_is_a_value_for_this_machine() -> None:
     captcha = WORKLOADS / "captcha"
     small = make_budget(cores=12, cores_allowed=14.0)
-    line = line_of(
-        check_script(captcha / "train.py", config=captcha / "config.yaml", budget=small), "workers"
-    )
+    line = line_of(check_script(captcha / "train.py", config=captcha / "config.yaml", budget=small), "workers")
     assert line.reason == "num_workers=28, but this process may use 14 cores: 12 for loading"
     assert line.fix == "num_workers: 12"
 
@@ -388,10 +378,7 @@ Trainer(model, arguments, train_dataset=train_set).train()
         ("import lightning\nlightning.Trainer(max_epochs=2)", WARN),
         ("import lightning\nlightning.Trainer(plugins=[mixed])", NOT_APPLICABLE),
         ("import lightning\nlightning.Trainer(**options())", NOT_APPLICABLE),
-        (
-            "from transformers import Trainer, TrainingArguments\nTrainer(model, TrainingArguments('out'))",
-            WARN,
-        ),
+        ("from transformers import Trainer, TrainingArguments\nTrainer(model, TrainingArguments('out'))", WARN),
         ("from transformers import TrainingArguments\nTrainingArguments('out', bf16=False)", WARN),
         ("from transformers import TrainingArguments\nTrainingArguments('out', fp16=True)", OK),
         ("from transformers import TrainingArguments\nTrainingArguments('out', bf16=pick())", NOT_APPLICABLE),

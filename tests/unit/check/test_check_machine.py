@@ -20,9 +20,7 @@ from flatout.trace import RankTrace, RunInfo, Trace
 
 HEALTHY = SCRIPTS / "healthy.py"
 FOUR = tuple(make_gpu(index) for index in range(4))
-ONE_GPU = (
-    "for epoch in range(3):\n    for x in loader:\n        model(x.cuda()).backward()\n        o.step()\n"
-)
+ONE_GPU = "for epoch in range(3):\n    for x in loader:\n        model(x.cuda()).backward()\n        o.step()\n"
 
 
 def test_the_64_mib_of_a_container_are_too_little_shared_memory() -> None:
@@ -36,9 +34,7 @@ def test_the_64_mib_of_a_container_are_too_little_shared_memory() -> None:
 def test_ranks_share_the_cores() -> None:
     shared = make_budget(cores=2, cores_allowed=4.0, ranks_on_node=4)
     line = line_of(check_script(HEALTHY, budget=shared), "workers")
-    assert (
-        line.reason == "num_workers=8, but this process may use 4 cores (a rank's share of 4): 2 for loading"
-    )
+    assert line.reason == "num_workers=8, but this process may use 4 cores (a rank's share of 4): 2 for loading"
     line = line_of(check_script(HEALTHY, budget=make_budget(cores=1, cores_allowed=1.0)), "workers")
     assert line.reason == "num_workers=8, but this process may use 1 core: 1 for loading"
 
@@ -63,9 +59,7 @@ def test_gpus_that_a_script_does_not_use(tmp_path: Path) -> None:
     assert (line.status, line.code) == (WARN, "hardware.idle-gpus")
     assert f"torchrun --nproc-per-node 2 {script}" in (line.fix or "")
     assert line_of(check_script(script), "GPUs").status == OK
-    assert (
-        line_of(check_script(HEALTHY, gpus=FOUR), "GPUs").status == NOT_APPLICABLE
-    )  # it has DistributedDataParallel
+    assert line_of(check_script(HEALTHY, gpus=FOUR), "GPUs").status == NOT_APPLICABLE  # it has DistributedDataParallel
     script.write_text(ONE_GPU.replace(".cuda()", ""))
     line = line_of(check_script(script), "GPUs")
     assert (line.status, line.where) == (WARN, f"{script}:2")
@@ -75,10 +69,7 @@ def test_only_visible_gpus_count() -> None:
     assert visible_gpus(FOUR, {}) == FOUR
     assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "2"}) == (FOUR[2],)
     assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-3"}) == (FOUR[3],)
-    assert (
-        line_of(check_script(HEALTHY, gpus=visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": ""})), "GPUs").status
-        == FAIL
-    )
+    assert line_of(check_script(HEALTHY, gpus=visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": ""})), "GPUs").status == FAIL
 
 
 # ---------------------------------------------------------------- the command
@@ -127,9 +118,7 @@ def test_the_terminal_shows_what_to_fix_first_in_80_columns(
     checklist = check_script(SCRIPTS / "asked.py", config=SCRIPTS / "asked.yaml")
     show_checklist(checklist, Console(width=80, highlight=False), all_lines=all_lines)
     out = capsys.readouterr().out
-    statuses = [
-        row[:4].strip() for row in out.splitlines() if row[:4].strip() in (FAIL, WARN, OK, NOT_APPLICABLE)
-    ]
+    statuses = [row[:4].strip() for row in out.splitlines() if row[:4].strip() in (FAIL, WARN, OK, NOT_APPLICABLE)]
     assert statuses == sorted(statuses, key=[FAIL, WARN, OK, NOT_APPLICABLE].index)
     assert (NOT_APPLICABLE in statuses) is all_lines
     assert "→ train.amp: bf16" in out

@@ -37,13 +37,7 @@ def notebook(*cells: str) -> str:
     """A notebook with a text cell before those of code, as Jupyter saves it."""
     text = {"cell_type": "markdown", "metadata": {}, "source": ["# A training\n", "of mine"]}
     code = [
-        {
-            "cell_type": "code",
-            "execution_count": 1,
-            "metadata": {},
-            "outputs": [],
-            "source": source.splitlines(True),
-        }
+        {"cell_type": "code", "execution_count": 1, "metadata": {}, "outputs": [], "source": source.splitlines(True)}
         for source in cells
     ]
     return json.dumps({"cells": [text, *code], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
@@ -125,11 +119,7 @@ def test_the_command_refuses_it_in_one_line_too(
 
 
 def test_a_script_without_pytorch_is_no_all_clear(saved: Callable[[str, str], Path]) -> None:
-    for name, text in (
-        ("t.py", "import os\nprint(os.getcwd())\n"),
-        ("t.txt", "hello\n"),
-        ("t.ipynb", notebook()),
-    ):
+    for name, text in (("t.py", "import os\nprint(os.getcwd())\n"), ("t.txt", "hello\n"), ("t.ipynb", notebook())):
         checklist = check_script(saved(name, text))
         line = line_of(checklist, "training")
         assert (line.status, line.reason) == ("warn", f"no PyTorch training was found in {name}")

@@ -33,10 +33,8 @@ def workers_in(folder: Path, text: str, *flags: str, config: str | None = None) 
 KNOWN = {
     "a literal": LOADER.format("40"),
     "a name": "workers = 40\n" + LOADER.format("workers"),
-    "a name in a function": "def main():\n    workers = 40\n    "
-    + LOADER.format("workers").replace("\n", "\n    "),
-    "the cores of the machine": "import os\nworkers = os.cpu_count()\n"
-    + LOADER.format("workers if many else None"),
+    "a name in a function": "def main():\n    workers = 40\n    " + LOADER.format("workers").replace("\n", "\n    "),
+    "the cores of the machine": "import os\nworkers = os.cpu_count()\n" + LOADER.format("workers if many else None"),
     "a dict of options": (
         "from torch.utils.data import DataLoader\noptions = {'num_workers': 40}\n"
         "loader = DataLoader(train_set, 32, **options)\n"
@@ -49,10 +47,7 @@ KNOWN = {
 @pytest.mark.parametrize("text", KNOWN.values(), ids=KNOWN.keys())
 def test_a_value_is_known(tmp_path: Path, text: str) -> None:
     reason = workers_in(tmp_path, text)
-    assert reason in (
-        "num_workers=40, but this process may use 16 cores: 14 for loading",
-        "num_workers=16 on 16 cores",
-    )
+    assert reason in ("num_workers=40, but this process may use 16 cores: 14 for loading", "num_workers=16 on 16 cores")
 
 
 UNKNOWN = {
@@ -93,9 +88,7 @@ def test_a_setting_is_found_however_the_script_writes_it(tmp_path: Path, name: s
 
 def test_a_path_tells_settings_of_one_name_apart(tmp_path: Path) -> None:
     config = "train:\n  workers: 40\nval:\n  workers: 2\n"
-    assert "num_workers=40, but" in (
-        workers_in(tmp_path, LOADER.format("cfg.train.workers"), config=config) or ""
-    )
+    assert "num_workers=40, but" in (workers_in(tmp_path, LOADER.format("cfg.train.workers"), config=config) or "")
     assert workers_in(tmp_path, LOADER.format("cfg.workers"), config=config) is None
 
 

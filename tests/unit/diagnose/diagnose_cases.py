@@ -58,33 +58,21 @@ FACTS = {
 }
 
 
-def steps(
-    *phases: tuple[str, float, float | None, float | None], where: str | None = None
-) -> tuple[Step, ...]:
+def steps(*phases: tuple[str, float, float | None, float | None], where: str | None = None) -> tuple[Step, ...]:
     """Sixty steps of these phases, each carrying events."""
     made = []
     for index in range(STEPS):
         spans, at = [], 0.0
         for name, host, idle, busy in phases:
             line = where if name == "sync" else None
-            spans.append(
-                Span(name=name, start_ms=at, host_ms=host, gpu_idle_ms=idle, gpu_busy_ms=busy, where=line)
-            )
+            spans.append(Span(name=name, start_ms=at, host_ms=host, gpu_idle_ms=idle, gpu_busy_ms=busy, where=line))
             at += host
-        made.append(
-            Step(index=index, start_s=100 + index * at / 1e3, wall_ms=at, spans=tuple(spans), samples=64)
-        )
+        made.append(Step(index=index, start_s=100 + index * at / 1e3, wall_ms=at, spans=tuple(spans), samples=64))
     return tuple(made)
 
 
 def workers(
-    count: int,
-    *,
-    sample_ms: float,
-    busy: float = 0.5,
-    on_core: float = 0.98,
-    delay: float = 0.02,
-    **more: Any,
+    count: int, *, sample_ms: float, busy: float = 0.5, on_core: float = 0.98, delay: float = 0.02, **more: Any
 ):
     """The last reports of `count` workers that were busy for a share of ten seconds."""
     per = int(10 * busy / (sample_ms / 1e3))
@@ -129,23 +117,14 @@ def xray(**changes: Any) -> Xray:
     return Xray(**figures | changes)
 
 
-def hardware(
-    cpu_pct: float = 40.0, *, sm: float = 85.0, io_pct: float = 0.0, **gpu: Any
-) -> tuple[Sample, ...]:
+def hardware(cpu_pct: float = 40.0, *, sm: float = 85.0, io_pct: float = 0.0, **gpu: Any) -> tuple[Sample, ...]:
     """A sample a second beside the steps."""
-    gpu = {
-        "memory_total_bytes": 140 << 30,
-        "sm_clock_max_mhz": 1980.0,
-        "sm_clock_mhz": 1980.0,
-        "throttle": (),
-    } | gpu
+    gpu = {"memory_total_bytes": 140 << 30, "sm_clock_max_mhz": 1980.0, "sm_clock_mhz": 1980.0, "throttle": ()} | gpu
     return tuple(
         Sample(
             time_s=100.5 + t,
             interval_s=1.0,
-            host=HostSample(
-                cpu_pct=cpu_pct, cores_pct=(cpu_pct,) * CORES, pressure_io_pct=io_pct, iowait_pct=io_pct
-            ),
+            host=HostSample(cpu_pct=cpu_pct, cores_pct=(cpu_pct,) * CORES, pressure_io_pct=io_pct, iowait_pct=io_pct),
             gpus=(GpuSample(index=0, uuid="GPU-0", name="NVIDIA H200", sm_active_pct=sm, **gpu),),
         )
         for t in range(5)

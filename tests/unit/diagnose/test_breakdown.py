@@ -11,9 +11,7 @@ from flatout.trace import RankTrace, RunInfo, Step
 from flatout.trace.downsample import window_of
 
 _MS = st.floats(0, 1e6)
-_NAMES = st.sampled_from(
-    ["unsplit", "copy", "forward", "backward", "rest", "data", "sync@train.py:3", "evaluation"]
-)
+_NAMES = st.sampled_from(["unsplit", "copy", "forward", "backward", "rest", "data", "sync@train.py:3", "evaluation"])
 
 
 def test_unsplit_time_is_shared_out_like_the_split_time() -> None:

@@ -66,27 +66,13 @@ def check_that_it_adds_up(made: Trace) -> None:
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.name.removesuffix(".tgz"))
-def test_the_account_of_a_recorded_training_adds_up_and_bounds_every_promise(
-    recording: Path, tmp_path: Path
-) -> None:
+def test_the_account_of_a_recorded_training_adds_up_and_bounds_every_promise(recording: Path, tmp_path: Path) -> None:
     check_that_it_adds_up(unpacked(recording, tmp_path))
 
 
 MS = st.floats(0.05, 80.0)
 SHARE = st.floats(0.0, 1.0)
-NAMES = (
-    "data",
-    "loader start",
-    "copy",
-    "loss",
-    "backward",
-    "optimizer",
-    "rest",
-    "sync",
-    "evaluation",
-    "gc",
-    "flatout",
-)
+NAMES = ("data", "loader start", "copy", "loss", "backward", "optimizer", "rest", "sync", "evaluation", "gc", "flatout")
 PHASES = st.dictionaries(st.sampled_from(NAMES), st.tuples(MS, SHARE))
 LAUNCHES = ("copy", "forward", "loss", "backward", "optimizer")
 
@@ -104,9 +90,7 @@ def trainings(draw: st.DrawFn) -> Trace:
     busy, on_core, delay = draw(st.floats(0.01, 1.0)), draw(st.floats(0.01, 1.0)), draw(SHARE)
     more["workers"] = workers(max(1, count), sample_ms=draw(MS), busy=busy, on_core=on_core, delay=delay)
     load = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=90.0, run_delay_pct=100 * draw(SHARE))
-    more["samples"] = hardware(
-        draw(st.floats(1, 100)), sm=draw(st.floats(1, 100)), io_pct=draw(st.floats(0, 50))
-    )
+    more["samples"] = hardware(draw(st.floats(1, 100)), sm=draw(st.floats(1, 100)), io_pct=draw(st.floats(0, 50)))
     for sample in more["samples"]:
         object.__setattr__(sample, "processes", (load,))
     if not on_gpu:
@@ -122,10 +106,7 @@ def trainings(draw: st.DrawFn) -> Trace:
         matrix_ms=matrix_ms,
         tensor_core_ms=matrix_ms * draw(SHARE),
         copies_ms={draw(st.sampled_from(["HtoD Pinned", "HtoD Pageable"])): busy_ms * draw(SHARE) / 2},
-        top_ms={
-            "vectorized_elementwise_kernel": busy_ms * draw(SHARE),
-            "nchwToNhwcKernel": busy_ms * draw(SHARE) / 3,
-        },
+        top_ms={"vectorized_elementwise_kernel": busy_ms * draw(SHARE), "nchwToNhwcKernel": busy_ms * draw(SHARE) / 3},
     )
     facts = {
         "autocast": [draw(st.sampled_from(["None", "bfloat16"]))],
@@ -134,9 +115,7 @@ def trainings(draw: st.DrawFn) -> Trace:
         "optimizer_fused": draw(st.booleans()),
         "gpus_visible": draw(st.integers(1, 4)),
         "memory_reserved_bytes": draw(st.integers(1, 140)) << 30,
-        "settings": draw(
-            st.sampled_from([[], [{"source": "argparse", "values": {"amp": True, "compile": True}}]])
-        ),
+        "settings": draw(st.sampled_from([[], [{"source": "argparse", "values": {"amp": True, "compile": True}}]])),
     }
     return trace(*spans, xray=kernels, facts=facts, **more)
 
@@ -251,9 +230,7 @@ def test_a_danger_is_told_before_any_share() -> None:
 def test_each_wait_has_a_name_though_it_is_too_short_for_a_finding() -> None:
     made = trace(*HEALTHY, ("rest", 0.9, None, None), **NO_GPU)
     assert diagnose(made)[0].code == "compute.saturated"
-    assert shares(made) == pytest.approx(
-        {"useful work": 0.952, "rest": 0.043, "short waits": 0.005}, abs=0.002
-    )
+    assert shares(made) == pytest.approx({"useful work": 0.952, "rest": 0.043, "short waits": 0.005}, abs=0.002)
 
 
 def test_numpy_between_forward_and_backward_is_the_scripts_own_code() -> None:
@@ -282,10 +259,7 @@ MODULE = Frame(where="torch/nn/modules/module.py:1776", function="Module._wrappe
     ("line", "calls"),
     [
         ("trainer.train()", (Frame(where="transformers/trainer.py:9", function="train"), MODULE)),
-        (
-            "accelerator.backward(loss)",
-            (Frame(where="accelerate/accelerator.py:9", function="backward"), MODULE),
-        ),
+        ("accelerator.backward(loss)", (Frame(where="accelerate/accelerator.py:9", function="backward"), MODULE)),
         ("att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))", ()),
     ],
 )
@@ -305,9 +279,7 @@ def test_the_time_of_a_frameworks_loop_is_called_that() -> None:
     made = trace(("forward", 60.0, None, None), ("rest", 40.0, None, None), stacks=stacks, **NO_GPU)
     verdict = diagnose(made)[0]
     assert (verdict.code, verdict.where) == ("host.python", "train.py:20")
-    assert verdict.title.startswith(
-        "transformers's own loop, outside forward, backward and optimizer, takes 40%"
-    )
+    assert verdict.title.startswith("transformers's own loop, outside forward, backward and optimizer, takes 40%")
 
 
 def test_a_line_that_asks_a_frameworks_loader_for_a_batch_is_no_line_of_a_sample() -> None:
@@ -319,11 +291,7 @@ def test_a_line_that_asks_a_frameworks_loader_for_a_batch_is_no_line_of_a_sample
     sample = Frame(where="data.py:3", function="Photos.__getitem__", own=True, source="return load(path)")
     stacks = seen(("data", 60, (loop, *asks)), ("data", 40, (loop, sample)), ("forward", 40, (loop, MODULE)))
     made = trace(
-        ("data", 60.0, None, None),
-        ("forward", 20.0, None, None),
-        loader={"num_workers": 0},
-        stacks=stacks,
-        **NO_GPU,
+        ("data", 60.0, None, None), ("forward", 20.0, None, None), loader={"num_workers": 0}, stacks=stacks, **NO_GPU
     )
     found = next(finding for finding in diagnose(made) if finding.code == "data.main-thread")
     assert found.where == "data.py:3"
@@ -356,10 +324,7 @@ def test_a_pause_is_called_from_the_line_where_its_stacks_leave_the_training_loo
     )
     found = diagnose(trace(*HEALTHY, ("evaluation", 10.0, 9.0, None), stacks=stacks))[0]
     assert (found.code, found.where) == ("pause.eval", "train.py:45")
-    assert [line["where"] for line in found.evidence["lines"]] == [
-        "model.py:7 Net.forward",
-        "train.py:61 test",
-    ]
+    assert [line["where"] for line in found.evidence["lines"]] == ["model.py:7 Net.forward", "train.py:61 test"]
 
 
 def test_what_else_a_line_does_that_mostly_logs_is_a_part_of_logging() -> None:
@@ -369,10 +334,7 @@ def test_what_else_a_line_does_that_mostly_logs_is_a_part_of_logging() -> None:
     grid = Frame(where="torchvision/utils.py:9", function="make_grid")
     score = Frame(where="train.py:70", function="score", own=True, source="s = np.sum(p)")
     stacks = seen(
-        ("backward", 40, (TRAIN,)),
-        ("logging", 30, (logs,)),
-        ("rest", 20, (logs, grid)),
-        ("rest", 16, (score,)),
+        ("backward", 40, (TRAIN,)), ("logging", 30, (logs,)), ("rest", 20, (logs, grid)), ("rest", 16, (score,))
     )
     phases = [("forward", 52.0, None, None), ("logging", 30.0, None, None), ("rest", 18.0, None, None)]
     found = {one.code: one for one in diagnose(trace(*phases, stacks=stacks, **NO_GPU))}
@@ -383,9 +345,7 @@ def test_what_else_a_line_does_that_mostly_logs_is_a_part_of_logging() -> None:
 
 def test_a_training_step_that_the_optimizer_calls_is_told_from_the_optimizer() -> None:
     """Lightning hands the optimizer a closure, in which the user's training step runs."""
-    frames = (
-        Frame(where="model.py:31", function="training_step", own=True, source="v = sorted(w.tolist())"),
-    )
+    frames = (Frame(where="model.py:31", function="training_step", own=True, source="v = sorted(w.tolist())"),)
     times = (StackTime(phase="optimizer", frames=(0,), seconds=1.0, looks=50),)
     stacks = (Stacks(time_s=110.0, pid=1, frames=frames, stacks=times),)
     phases = [("backward", 40.0, None, None), ("optimizer", 60.0, None, None)]

@@ -11,18 +11,14 @@ Seen = tuple[str, ...]  # "train.py:7 metric", outermost first; a library's file
 
 def frame(text: str, *, own: bool | None = None) -> Frame:
     where, _, function = text.partition(" ")
-    return Frame(
-        where=where, function=function, own="/" not in where if own is None else own, source=f"line {where}"
-    )
+    return Frame(where=where, function=function, own="/" not in where if own is None else own, source=f"line {where}")
 
 
 def sampled(*seen: tuple[str, float, Seen], dataset: str | None = None) -> Stacks:
     """A hundred looks a second at each of these stacks: phase, seconds, frames."""
     names = list(dict.fromkeys(name for _, _, stack in seen for name in stack))
     stacks = tuple(
-        StackTime(
-            phase=phase, frames=tuple(map(names.index, stack)), seconds=seconds, looks=round(100 * seconds)
-        )
+        StackTime(phase=phase, frames=tuple(map(names.index, stack)), seconds=seconds, looks=round(100 * seconds))
         for phase, seconds, stack in seen
     )
     return Stacks(time_s=110.0, pid=1, frames=tuple(map(frame, names)), stacks=stacks, dataset=dataset)
@@ -56,11 +52,7 @@ def test_the_function_keeps_its_share_and_the_line_is_the_one_that_py_spy_saw() 
         ),
     )
     metric, log = in_training(trace)
-    assert (metric.name, metric.exact, lines(metric)) == (
-        "metric",
-        True,
-        {"train.py:7": 0.72, "train.py:8": 0.08},
-    )
+    assert (metric.name, metric.exact, lines(metric)) == ("metric", True, {"train.py:7": 0.72, "train.py:8": 0.08})
     assert [line.called for line in metric.lines] == [None, "numpy.histogram"]
     assert metric.hottest.source == "line train.py:7"
     assert (log.name, log.exact, lines(log)) == ("log", False, {"train.py:12": 0.2})
@@ -76,14 +68,7 @@ def test_a_line_counts_only_for_the_phases_in_which_its_place_was_sampled() -> N
             ("rest", 1.0, ("train.py:22 main",)),
         ),
         exact=exact(
-            (
-                250,
-                (
-                    "train.py:21 main",
-                    "flatout/inside/patches.py:9 wrapper",
-                    "torch/_tensor.py:5 Tensor.backward",
-                ),
-            ),
+            (250, ("train.py:21 main", "flatout/inside/patches.py:9 wrapper", "torch/_tensor.py:5 Tensor.backward")),
             (250, ("train.py:20 main", forward)),
             (150, ("train.py:23 main", "flatout/inside/patches.py:9 wrapper")),  # print, timed
             (50, ("train.py:24 main",)),

@@ -15,9 +15,7 @@ from flatout.model.causes import CODES
 
 TRACES = Path(__file__).parents[2] / "traces"
 HEALTHY = "compute.saturated"
-NAME = re.compile(
-    rf"(?P<machine>[a-z0-9]+)-(?P<code>{'|'.join(sorted(map(re.escape, CODES), key=len)[::-1])})(-|$)"
-)
+NAME = re.compile(rf"(?P<machine>[a-z0-9]+)-(?P<code>{'|'.join(sorted(map(re.escape, CODES), key=len)[::-1])})(-|$)")
 RECORDINGS = sorted(path for path in TRACES.glob("*-*") if path.suffix == ".tgz" or path.is_dir())
 MOST_BYTES = 100_000
 

@@ -18,9 +18,7 @@ def step(*spans: tuple[str, float, float | None, float | None]) -> Step:
 
 
 def test_a_step_bound_by_the_gpu_takes_the_gpus_time() -> None:
-    assert replayed_ms(step(("forward", 2.0, None, 30.0), ("backward", 3.0, None, 40.0))) == pytest.approx(
-        70.0
-    )
+    assert replayed_ms(step(("forward", 2.0, None, 30.0), ("backward", 3.0, None, 40.0))) == pytest.approx(70.0)
 
 
 def test_a_step_bound_by_data_takes_the_hosts_time() -> None:

@@ -42,16 +42,12 @@ def test_without_a_gpu_the_scripts_own_code_between_the_phases_is_not_called_com
     assert codes(trace(*HEALTHY, ("rest", outside, None, None), facts={"gpu": None}, xray=None)) == verdict
 
 
-@pytest.mark.parametrize(
-    "short", [steps(*STARVED)[:10], steps(("forward", 0.5, None, 0.5))], ids=["few", "quick"]
-)
+@pytest.mark.parametrize("short", [steps(*STARVED)[:10], steps(("forward", 0.5, None, 0.5))], ids=["few", "quick"])
 def test_too_few_or_too_quick_steps_are_not_judged(short: tuple[Step, ...]) -> None:
     """Others have the cores while a training of 60 steps is over in 0.03 s: who can say."""
     waits = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=100.0, run_delay_pct=50.0)
     busy = tuple(dataclasses.replace(sample, processes=(waits,)) for sample in hardware(99.0))
-    rank = RankTrace(
-        info=RunInfo(name="t", host="node", rank=0), steps=short, windows=(window_of(list(short)),)
-    )
+    rank = RankTrace(info=RunInfo(name="t", host="node", rank=0), steps=short, windows=(window_of(list(short)),))
     assert diagnose(Trace(ranks=(rank,), samples={"node": busy})) == ()
 
 
@@ -68,13 +64,9 @@ def test_loading_in_the_training_process() -> None:
 
 def test_without_a_gpu_feeding_gives_no_more_than_the_cores_have_left() -> None:
     """Who trains needs the cores that are to load."""
-    made = trace(
-        *STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), facts={"gpu": None}
-    )
+    made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), facts={"gpu": None})
     trains = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=80.0 * CORES)
-    busy = tuple(
-        dataclasses.replace(sample, processes=(trains,)) for sample in hardware(99.0)
-    )  # others are here too
+    busy = tuple(dataclasses.replace(sample, processes=(trains,)) for sample in hardware(99.0))  # others are here too
     found = first(dataclasses.replace(made, samples={"node": busy}))
     assert (found.code, found.gain_low, found.gain_high) == ("data.main-thread", 1.0, pytest.approx(1.25))
 
@@ -115,18 +107,14 @@ def test_workers_waiting_for_something_else_are_not_too_many() -> None:
     waiting = workers(11, sample_ms=20.0, busy=0.95, on_core=0.1, delay=0.45)
     assert "data.too-many-workers" not in codes(trace(*STARVED, **few_cores, workers=waiting))
     threads = workers(11, sample_ms=20.0, busy=0.95, on_core=0.05, delay=0.9)
-    assert "data.too-many-workers" in codes(trace(*STARVED, **few_cores, workers=threads)), (
-        "theirs have the cores"
-    )
+    assert "data.too-many-workers" in codes(trace(*STARVED, **few_cores, workers=threads)), "theirs have the cores"
     crowded = workers(11, sample_ms=20.0, busy=0.95, on_core=0.18, delay=0.8)
     assert "data.too-many-workers" in codes(trace(*STARVED, **few_cores, workers=crowded))
 
 
 @pytest.mark.parametrize("declared", [0, 8])
 @pytest.mark.parametrize("cpu_pct", [75.0, 95.0])
-def test_where_the_elastic_loader_cannot_keep_up_the_samples_are_the_cost(
-    declared: int, cpu_pct: float
-) -> None:
+def test_where_the_elastic_loader_cannot_keep_up_the_samples_are_the_cost(declared: int, cpu_pct: float) -> None:
     """GIVEN that it finds its workers itself, so that their number is no advice THEN what can spare them work is."""
     behind = {"loader": {"num_workers": declared, "elastic": True}, "samples": hardware(cpu_pct)}
     jitter = {"settings": [{"source": "argparse", "file": None, "values": {"jitter_on": "cpu"}}]}
@@ -140,9 +128,7 @@ def test_where_the_elastic_loader_cannot_keep_up_the_samples_are_the_cost(
 def test_a_ceiling_below_the_run_itself_says_nothing() -> None:
     """Others had the cores while it was measured."""
     made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), xray=None)
-    slow = [
-        dataclasses.replace(step, kind="replay", wall_ms=2 * step.wall_ms) for step in made.ranks[0].steps
-    ]
+    slow = [dataclasses.replace(step, kind="replay", wall_ms=2 * step.wall_ms) for step in made.ranks[0].steps]
     rank = dataclasses.replace(made.ranks[0], steps=(*made.ranks[0].steps, *slow))
     assert codes(dataclasses.replace(made, ranks=(rank,))) == codes(made)
 
@@ -215,9 +201,7 @@ def test_workers_without_cores_because_of_other_programs_are_not_cpu_bound() -> 
     """GIVEN samples that sleep, on cores that others keep busy WHEN workers come to a core late THEN a faster decoder
     is no fix."""
     sleeping = workers(16, sample_ms=1.3, busy=0.52, on_core=0.03, delay=0.57)
-    made = trace(
-        *STARVED, loader={"num_workers": 16, "elastic": True}, workers=sleeping, samples=hardware(97.0)
-    )
+    made = trace(*STARVED, loader={"num_workers": 16, "elastic": True}, workers=sleeping, samples=hardware(97.0))
     assert "data.cpu-bound" not in codes(made)
 
 
@@ -240,9 +224,7 @@ def test_workers_whose_threads_outnumber_the_cores() -> None:
 
 def test_workers_that_wait_for_storage() -> None:
     made = trace(
-        *STARVED,
-        workers=workers(8, sample_ms=30.0, busy=0.97, on_core=0.1),
-        samples=hardware(10.0, io_pct=60.0),
+        *STARVED, workers=workers(8, sample_ms=30.0, busy=0.97, on_core=0.1), samples=hardware(10.0, io_pct=60.0)
     )
     assert first(made).code == "data.disk-bound"
 
@@ -287,9 +269,7 @@ def test_handing_batches_over_is_the_cost() -> None:
     assert "flatout.DataLoader" not in again.advice
     idle = workers(8, sample_ms=1.0, busy=0.3)
     assert "data.collate-bound" in codes(trace(*STARVED, workers=idle))
-    assert "data.collate-bound" not in codes(trace(*STARVED, workers=idle, facts=elastic)), (
-        "ours hands over in slots"
-    )
+    assert "data.collate-bound" not in codes(trace(*STARVED, workers=idle, facts=elastic)), "ours hands over in slots"
 
 
 def test_no_worker_is_advised_where_the_loop_writes_to_its_dataset() -> None:
@@ -303,18 +283,13 @@ def test_a_larger_loader_that_evaluates_is_not_taken_for_the_one_that_trains() -
     evaluates = LOADER | {"length": 10**9, "num_workers": 3, "trains": False}
     made = trace(facts={"loaders": [evaluates, LOADER | {"num_workers": 5, "trains": True}]})
     assert metrics_of(made)[0].loader.num_workers == 5
-    old = trace(
-        facts={"loaders": [LOADER | {"num_workers": 5}, LOADER | {"length": 10**9, "num_workers": 3}]}
-    )
+    old = trace(facts={"loaders": [LOADER | {"num_workers": 5}, LOADER | {"length": 10**9, "num_workers": 3}]})
     assert metrics_of(old)[0].loader.num_workers == 3, "of a recording that does not say"
 
 
 @pytest.mark.parametrize(
     ("sampler", "others"),
-    [
-        ("RandomSampler", "shuffling draws other numbers"),
-        ("DistributedSampler", "workers go on with what they have"),
-    ],
+    [("RandomSampler", "shuffling draws other numbers"), ("DistributedSampler", "workers go on with what they have")],
 )
 def test_the_advice_says_what_keeping_workers_changes_for_this_sampler(sampler: str, others: str) -> None:
     loader = {"persistent_workers": False, "sampler": sampler}
@@ -334,12 +309,8 @@ def test_a_loader_built_for_every_epoch_should_be_built_once() -> None:
     made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=new_loader)
     (found,) = (one for one in diagnose(made) if one.code == "data.worker-start")
     assert (found.change, found.value) == (None, None)
-    assert found.advice.startswith(
-        "make the loader once, before the first epoch, with persistent_workers=True"
-    )
-    two = trace(
-        ("loader start", 6.0, 6.0, None), *HEALTHY, loader=new_loader, facts={"loaders_side_by_side": 2}
-    )
+    assert found.advice.startswith("make the loader once, before the first epoch, with persistent_workers=True")
+    two = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=new_loader, facts={"loaders_side_by_side": 2})
     assert [one.change for one in diagnose(two) if one.code == "data.worker-start"] == ["persistent_workers"]
 
 
@@ -379,9 +350,7 @@ def test_many_small_copies_show_in_the_few_steps_that_were_looked_at_closely() -
     close = steps(*[("copy", 0.1, None, 0.1)] * 20, *HEALTHY[2:])
     light = steps(("data", 0.1, None, None), ("unsplit", 22.0, None, None)) * 2
     made = trace()
-    rank = dataclasses.replace(
-        made.ranks[0], steps=(*close, *light), windows=(window_of(list(close + light)),)
-    )
+    rank = dataclasses.replace(made.ranks[0], steps=(*close, *light), windows=(window_of(list(close + light)),))
     assert "copy.fragmented" in codes(dataclasses.replace(made, ranks=(rank,)))
 
 
@@ -392,9 +361,7 @@ def test_copies_that_nothing_overlaps() -> None:
 
 def test_copies_that_overlap_with_compute_are_not_reported() -> None:
     # GIVEN 172 ms of kernels and copies in 156 ms
-    beside = xray(
-        copies_ms={"HtoD Pinned": 16.0}, busy_by_phase_ms={"forward": 56.0, "backward": 100.0, "copy": 16.0}
-    )
+    beside = xray(copies_ms={"HtoD Pinned": 16.0}, busy_by_phase_ms={"forward": 56.0, "backward": 100.0, "copy": 16.0})
     assert codes(trace(*HEALTHY, xray=beside)) == ["compute.saturated"]
 
 
@@ -411,12 +378,8 @@ def test_ranks_that_wait_for_the_network() -> None:
     assert "dist.comm" in codes(Trace(ranks=ranks, samples={"node": hardware()}))
 
 
-@pytest.mark.parametrize(
-    ("waited_ms", "share"), [((9.0, 8.0), 0.4), ((9.0, 0.5), None)], ids=["network", "straggler"]
-)
-def test_the_shortest_wait_of_a_rank_is_the_network(
-    waited_ms: tuple[float, ...], share: float | None
-) -> None:
+@pytest.mark.parametrize(("waited_ms", "share"), [((9.0, 8.0), 0.4), ((9.0, 0.5), None)], ids=["network", "straggler"])
+def test_the_shortest_wait_of_a_rank_is_the_network(waited_ms: tuple[float, ...], share: float | None) -> None:
     """GIVEN steps of 20 ms, and gradients that are there so long after backward is through with its own."""
     ranks = tuple(
         dataclasses.replace(
@@ -425,9 +388,7 @@ def test_the_shortest_wait_of_a_rank_is_the_network(
         )
         for n, ms in enumerate(waited_ms)
     )
-    found = [
-        f.share for f in diagnose(Trace(ranks=ranks, samples={"node": hardware()})) if f.code == "dist.comm"
-    ]
+    found = [f.share for f in diagnose(Trace(ranks=ranks, samples={"node": hardware()})) if f.code == "dist.comm"]
     assert found == ([pytest.approx(share)] if share else [])
 
 
@@ -495,11 +456,7 @@ def test_shorter_kernels_do_not_help_while_launches_are_late() -> None:
         for made in (
             xray(tensor_core_ms=10.0, busy_by_phase_ms=work, idle_by_phase_ms={}),
             xray(tensor_core_ms=10.0, busy_by_phase_ms=work, idle_by_phase_ms={"forward": 40.0}),
-            xray(
-                tensor_core_ms=10.0,
-                busy_by_phase_ms=work,
-                idle_by_phase_ms={"forward": 40.0, "backward": 40.0},
-            ),
+            xray(tensor_core_ms=10.0, busy_by_phase_ms=work, idle_by_phase_ms={"forward": 40.0, "backward": 40.0}),
         )
     ]
     whole, half, none = gains
@@ -511,9 +468,7 @@ def test_shorter_kernels_do_not_help_while_the_loader_is_the_limit() -> None:
     # GIVEN fp32 work, and eight workers that deliver a tenth more than the 64 samples that are eaten in 80 ms
     fp32 = {"facts": {"autocast": ["None"]}, "xray": xray(wall_ms=720.0, tensor_core_ms=10.0)}
     behind = workers(8, sample_ms=8 * 80 / (1.1 * 64), busy=0.9)
-    alone = next(
-        f for f in diagnose(trace(*STARVED, **fp32, workers=behind)) if f.code == "compute.precision"
-    )
+    alone = next(f for f in diagnose(trace(*STARVED, **fp32, workers=behind)) if f.code == "compute.precision")
     assert alone.gain_high == pytest.approx(1.1 * 1.05, rel=0.01)
     assert "the loader" in alone.derived
     assert first(trace(**fp32)).gain_high > 2
@@ -528,16 +483,8 @@ def test_convolutions_that_transpose_their_data() -> None:
     ("facts", "title", "change"),
     [
         ({"optimizer": "AdamW", "optimizer_foreach": False}, "AdamW steps in a loop", "fused_optimizer"),
-        (
-            {"optimizer": "AdamW", "optimizer_foreach": None},
-            "AdamW is not fused, and takes",
-            "fused_optimizer",
-        ),
-        (
-            {"optimizer": "Lion", "optimizer_foreach": None},
-            "Lion steps in a loop",
-            None,
-        ),  # torch cannot fuse it
+        ({"optimizer": "AdamW", "optimizer_foreach": None}, "AdamW is not fused, and takes", "fused_optimizer"),
+        ({"optimizer": "Lion", "optimizer_foreach": None}, "Lion steps in a loop", None),  # torch cannot fuse it
     ],
 )
 def test_an_optimizer_of_many_small_kernels(facts: dict[str, object], title: str, change: str | None) -> None:
@@ -556,8 +503,7 @@ def test_elementwise_chains() -> None:
 
 def test_an_optimizer_s_elementwise_kernels_are_not_the_model_s() -> None:
     looping = xray(
-        top_ms={"vectorized_elementwise_kernel<4>": 60.0},
-        busy_by_phase_ms={"forward": 96.0, "optimizer": 60.0},
+        top_ms={"vectorized_elementwise_kernel<4>": 60.0}, busy_by_phase_ms={"forward": 96.0, "optimizer": 60.0}
     )
     facts = {"compiled": False, "optimizer": "AdamW", "optimizer_foreach": False, "optimizer_fused": None}
     assert codes(trace(facts=facts, xray=looping)) == ["compute.optimizer"]
@@ -611,9 +557,7 @@ def test_another_process_on_the_gpu_counts_only_if_it_computes(
 ) -> None:
     """GIVEN what the driver reported of its use at first and later, THEN only one that is known never to have computed
     is left alone."""
-    early, late = (
-        hardware(processes=(GpuProcess(pid=4242, used_bytes=8 << 30, sm_pct=pct),)) for pct in sm_pct
-    )
+    early, late = (hardware(processes=(GpuProcess(pid=4242, used_bytes=8 << 30, sm_pct=pct),)) for pct in sm_pct)
     made = trace(*STARVED, samples=(*early[:2], *late[2:]))
     found = [f for f in diagnose(made) if f.code == "hardware.shared"]
     told = [process["sm_pct"] for finding in found for process in finding.evidence["processes"]]
@@ -663,9 +607,7 @@ def test_cores_that_are_not_ours_do_not_hide_that_ours_are_busy() -> None:
     load = tuple(ProcessSample(pid=n, role="worker", name="python", cpu_pct=97.0) for n in range(4))
     quarter = tuple(dataclasses.replace(s, processes=load) for s in hardware(25.0))
     busy = workers(4, sample_ms=25.0, busy=0.97)
-    made = trace(
-        *STARVED, loader={"num_workers": 4}, workers=busy, samples=quarter, facts={"cores_allowed": 4.0}
-    )
+    made = trace(*STARVED, loader={"num_workers": 4}, workers=busy, samples=quarter, facts={"cores_allowed": 4.0})
     assert first(made).code == "data.cpu-bound"
 
 
@@ -706,9 +648,7 @@ def test_a_setting_of_a_file_that_the_command_line_switches_off_is_not_ignored()
 @pytest.mark.parametrize("waits_ms", [(0.0, 14.0), (14.0, 0.0)], ids=["for gradients", "for buffers"])
 def test_the_culprit_waits_least_for_the_others(waits_ms: tuple[float, float]) -> None:
     forward_ms, backward_ms = 5.0 + waits_ms[0], 10.0 + waits_ms[1]
-    quick = steps(
-        ("data", 1.0, 1.0, None), ("forward", forward_ms, None, 5.0), ("backward", backward_ms, None, 10.0)
-    )
+    quick = steps(("data", 1.0, 1.0, None), ("forward", forward_ms, None, 5.0), ("backward", backward_ms, None, 10.0))
     slow = steps(("data", 15.0, 15.0, None), ("forward", 5.0, None, 5.0), ("backward", 10.0, None, 10.0))
     ranks = tuple(
         RankTrace(
@@ -736,9 +676,7 @@ def test_little_padding_is_no_fault(padding: float | None) -> None:
 
 def test_padding_is_worth_nothing_while_the_loader_cannot_follow() -> None:
     slow = workers(2, sample_ms=2.0, busy=0.95)
-    made = trace(
-        *STARVED, loader={"num_workers": 2, "tokens": {"a_sample": 512.0, "padding": 0.8}}, workers=slow
-    )
+    made = trace(*STARVED, loader={"num_workers": 2, "tokens": {"a_sample": 512.0, "padding": 0.8}}, workers=slow)
     padding = next(finding for finding in diagnose(made) if finding.code == "compute.padding")
     assert padding.gain_high < 1.3
 
@@ -758,9 +696,7 @@ def test_attention_written_out_by_hand_is_worth_what_its_softmax_takes() -> None
 def test_without_an_x_ray_looks_at_its_lines_tell_what_attention_takes() -> None:
     """GIVEN as many looks at the product, the softmax and a projection THEN two thirds of what is computed count."""
     sources = {11: "att = q @ k.transpose(-2, -1)", 12: "att = F.softmax(att, -1)", 13: "y = self.proj(y)"}
-    frames = tuple(
-        Frame(where=f"train.py:{n}", function="attend", own=True, source=sources[n]) for n in sources
-    )
+    frames = tuple(Frame(where=f"train.py:{n}", function="attend", own=True, source=sources[n]) for n in sources)
     times = tuple(StackTime(phase="forward", frames=(n,), seconds=5.0, looks=50) for n in range(3))
     stacks = (Stacks(time_s=110.0, pid=1, frames=frames, stacks=times),)
     slow = (*HEALTHY[:2], ("forward", 20.0, None, None), *HEALTHY[3:])
@@ -791,8 +727,7 @@ def test_activations_are_computed_again_while_there_is_room_for_them(used: int) 
 def test_without_a_gpu_it_is_the_machine_s_memory_that_has_room_for_activations(used: int) -> None:
     room = tuple(
         dataclasses.replace(
-            one,
-            host=dataclasses.replace(one.host, memory_used_bytes=used << 30, memory_total_bytes=140 << 30),
+            one, host=dataclasses.replace(one.host, memory_used_bytes=used << 30, memory_total_bytes=140 << 30)
         )
         for one in hardware()
     )
@@ -803,10 +738,7 @@ def test_without_a_gpu_it_is_the_machine_s_memory_that_has_room_for_activations(
 def test_data_parallel_is_named_and_its_gpus_are_not_called_unused() -> None:
     several = {"gpus_visible": 4, "parallel": {"data_parallel": 4}}
     found = diagnose(trace(facts=several, stacks=looks(10.0, data_parallel=10.0)))
-    assert [f.code for f in found] == [
-        "compute.saturated",
-        "dist.data-parallel",
-    ]  # of each step it takes little
+    assert [f.code for f in found] == ["compute.saturated", "dist.data-parallel"]  # of each step it takes little
     assert found[1].gain_high == pytest.approx(1 / (1 - 0.1 * 0.75), rel=0.01)
     assert codes(trace(facts=several)) == ["compute.saturated", "dist.data-parallel"]
 
@@ -815,12 +747,8 @@ def test_data_parallel_is_named_and_its_gpus_are_not_called_unused() -> None:
     ("looks_for", "finds", "told"),
     [(True, False, True), (True, True, False), (False, False, False), (True, None, False)],
 )
-def test_looking_for_unused_parameters_where_there_are_none(
-    looks_for: bool, finds: bool | None, told: bool
-) -> None:
-    found = diagnose(
-        trace(facts={"parallel": {"find_unused_parameters": looks_for, "unused_parameters": finds}})
-    )
+def test_looking_for_unused_parameters_where_there_are_none(looks_for: bool, finds: bool | None, told: bool) -> None:
+    found = diagnose(trace(facts={"parallel": {"find_unused_parameters": looks_for, "unused_parameters": finds}}))
     assert [f.code for f in found] == ["compute.saturated"] + ["dist.unused-parameters"] * told
     assert found[-1].gain_high == 1.0
 
@@ -864,19 +792,11 @@ def test_the_gpu_is_judged_by_its_training_and_not_by_the_x_ray() -> None:
     that was kept raw count, if it is a window that goes on."""
     made = steps(*HEALTHY)  # 1.2 s
     looking = Step(index=60, start_s=101.2, wall_ms=2_000.0, kind="xray")
-    later = [
-        dataclasses.replace(step, index=100 + n, start_s=103.2 + 0.02 * n) for n, step in enumerate(made)
-    ]
+    later = [dataclasses.replace(step, index=100 + n, start_s=103.2 + 0.02 * n) for n, step in enumerate(made)]
     busy = hardware()
-    idle = tuple(
-        dataclasses.replace(s, gpus=(dataclasses.replace(s.gpus[0], sm_active_pct=0.0),)) for s in busy
-    )
-    run = trace(
-        samples=tuple(i if 101.2 < s.time_s - 0.5 < 103.2 else s for i, s in zip(idle, busy, strict=True))
-    )
-    rank = dataclasses.replace(
-        run.ranks[0], steps=(*made, looking), windows=(window_of(list(made)), window_of(later))
-    )
+    idle = tuple(dataclasses.replace(s, gpus=(dataclasses.replace(s.gpus[0], sm_active_pct=0.0),)) for s in busy)
+    run = trace(samples=tuple(i if 101.2 < s.time_s - 0.5 < 103.2 else s for i, s in zip(idle, busy, strict=True)))
+    rank = dataclasses.replace(run.ranks[0], steps=(*made, looking), windows=(window_of(list(made)), window_of(later)))
     machine = metrics_of(dataclasses.replace(run, ranks=(rank,)))[0].machine
     assert [s.time_s for s in machine.samples] == [101.5, 104.5]
     assert machine.gpu("sm_active_pct").mean == pytest.approx(85.0)
@@ -891,9 +811,7 @@ def test_an_x_ray_that_saw_no_kernels_says_nothing() -> None:
 def test_a_stream_with_fewer_shards_than_workers() -> None:
     loader = {"num_workers": 4, "iterable": True}
     busy = dataclasses.replace(workers(1, sample_ms=2.0, busy=0.9)[0], worker=0)
-    idle = [
-        dataclasses.replace(busy, worker=n, pid=2000 + n, samples=0, sample_wall_s=0.0) for n in (1, 2, 3)
-    ]
+    idle = [dataclasses.replace(busy, worker=n, pid=2000 + n, samples=0, sample_wall_s=0.0) for n in (1, 2, 3)]
     found = first(trace(*STARVED, loader=loader, workers=(busy, *idle)))
     assert found.code == "data.few-shards"
     assert found.evidence["workers_without_samples"] == 3
@@ -907,15 +825,10 @@ def growing(*step_ms: float) -> Trace:
     made, at_s = [], 100.0
     for index in range(10 * len(step_ms)):
         ms = step_ms[index // 10]
-        spans = (
-            Span(name="forward", start_ms=0.0, host_ms=10.0),
-            Span(name="rest", start_ms=10.0, host_ms=ms - 10.0),
-        )
+        spans = (Span(name="forward", start_ms=0.0, host_ms=10.0), Span(name="rest", start_ms=10.0, host_ms=ms - 10.0))
         made.append(Step(index=index, start_s=at_s, wall_ms=ms, spans=spans, samples=64))
         at_s += ms / 1e3
-    rank = RankTrace(
-        info=RunInfo(name="t", host="node", rank=0), steps=tuple(made), windows=(window_of(made),)
-    )
+    rank = RankTrace(info=RunInfo(name="t", host="node", rank=0), steps=tuple(made), windows=(window_of(made),))
     return Trace(ranks=(rank,), samples={})
 
 
@@ -930,19 +843,9 @@ def test_steps_that_grow_over_the_run() -> None:
 def test_where_steps_grow_that_were_not_split_looks_tell_the_line() -> None:
     """A hook is added again and again: forward grows, in steps that were not looked at closely."""
     made = growing(*(20.0 + 4 * n for n in range(12)))
-    spans = [
-        dataclasses.replace(step.spans[1], name="unsplit", host_ms=step.wall_ms)
-        for step in made.ranks[0].steps
-    ]
-    unsplit = [
-        dataclasses.replace(step, spans=(span,))
-        for step, span in zip(made.ranks[0].steps, spans, strict=True)
-    ]
-    frames = (
-        Frame(
-            where="net.py:9", function="hook", own=True, source="stats.append(float(o.abs().mean().item()))"
-        ),
-    )
+    spans = [dataclasses.replace(step.spans[1], name="unsplit", host_ms=step.wall_ms) for step in made.ranks[0].steps]
+    unsplit = [dataclasses.replace(step, spans=(span,)) for step, span in zip(made.ranks[0].steps, spans, strict=True)]
+    frames = (Frame(where="net.py:9", function="hook", own=True, source="stats.append(float(o.abs().mean().item()))"),)
     hook = StackTime(phase="forward", frames=(0,), seconds=1.0, looks=100)
     rank = dataclasses.replace(
         made.ranks[0],
@@ -961,9 +864,7 @@ def test_workers_without_a_core_because_training_has_them_all() -> None:
     loading = ProcessSample(pid=1, role="worker", name="python", cpu_pct=5.0)
     busy = tuple(dataclasses.replace(sample, processes=(ours, loading)) for sample in hardware(97.0))
     waits = (("data", 4.0, None, None), ("forward", 10.0, None, None), ("backward", 10.0, None, None))
-    made = trace(
-        *waits, loader={"num_workers": 1}, workers=late, samples=busy, facts={"gpu": None}, xray=None
-    )
+    made = trace(*waits, loader={"num_workers": 1}, workers=late, samples=busy, facts={"gpu": None}, xray=None)
     found = diagnose(made)[0]
     assert (found.code, found.change) == ("data.cpu-bound", None)
     assert found.title.startswith("workers wait for a core: this run keeps 94% of its 16 cores busy itself")
@@ -994,12 +895,8 @@ def test_workers_that_wait_for_cores_which_others_keep_busy_are_not_the_cause() 
     ours = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=60.0, run_delay_pct=40.0)
     loading = tuple(ProcessSample(pid=n, role="worker", name="python", cpu_pct=25.0) for n in range(1, 5))
     busy = tuple(dataclasses.replace(sample, processes=(ours, *loading)) for sample in hardware(99.0))
-    made = trace(
-        *STARVED, loader={"num_workers": 4}, workers=late, samples=busy, facts={"gpu": None}, xray=None
-    )
+    made = trace(*STARVED, loader={"num_workers": 4}, workers=late, samples=busy, facts={"gpu": None}, xray=None)
     found = diagnose(made)
     assert [finding.code for finding in found] == ["hardware.shared"]
-    assert (
-        "training waits for a core 40% of the time itself; loader workers lack one too, and" in found[0].title
-    )
+    assert "training waits for a core 40% of the time itself; loader workers lack one too, and" in found[0].title
     assert found[0].share >= 0.7

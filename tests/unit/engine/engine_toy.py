@@ -82,9 +82,7 @@ class Net(nn.Module):
 
     def __init__(self, hidden: int = 16, dropout: float = 0.1) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 2)
-        )
+        self.layers = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 2))
 
     def forward(self, points: Tensor) -> Tensor:
         if self.training:

@@ -47,9 +47,7 @@ def step_of(model: nn.Module, criterion: Any, accumulate: int, captured: bool) -
     learned = [parameter for name, parameter in model.named_parameters() if not name.startswith("unlearned")]
     precision, _ = choose_precision("off", torch.device("cpu"))
     config = TrainConfig(accumulate=accumulate)
-    return TrainStep(
-        model, criterion, torch.optim.SGD(learned, lr=0.1), precision, config, print, captured=captured
-    )
+    return TrainStep(model, criterion, torch.optim.SGD(learned, lr=0.1), precision, config, print, captured=captured)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -210,9 +210,7 @@ def test_a_checkpoint_without_one_of_its_parts_is_one_line(ready: Ready, tmp_pat
         ready().resume()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a slow disk, WHEN the weights change after `write`, THEN what is written is what they were."""
     import threading
 

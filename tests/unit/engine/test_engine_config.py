@@ -67,10 +67,7 @@ WRONG = [
     ("train.batchsize=3", "there is no setting train.batchsize; did you mean train.batch_size?"),
     ("batch_size=3", "there is no setting batch_size; did you mean train.batch_size?"),
     ("modle=a:b", "there is no setting modle; did you mean model?"),
-    (
-        "train.precision=bf-16",
-        "train.precision must be one of auto, off, tf32, bf16, fp16; did you mean bf16?",
-    ),
+    ("train.precision=bf-16", "train.precision must be one of auto, off, tf32, bf16, fp16; did you mean bf16?"),
     ("train.batch_size=many", "train.batch_size must be a valid integer or 'auto' (got 'many')"),
     ("train.batch_size=-1", "train.batch_size must be greater than or equal to 1 or 'auto' (got -1)"),
     ("train.epochs=true", "train.epochs must be a valid integer (got True)"),
@@ -79,10 +76,7 @@ WRONG = [
     ("train=fast", "train must be a valid dictionary (got 'fast')"),
     ("model=3", "model must be an import path, or factory and args (got 3)"),
     ("model=torch", "model must be an import path such as package.module:name (got 'torch')"),
-    (
-        "evaluate.every=5",
-        'evaluate.every must be such as "5 epochs", "1000 steps", "10 minutes" or never (got 5)',
-    ),
+    ("evaluate.every=5", 'evaluate.every must be such as "5 epochs", "1000 steps", "10 minutes" or never (got 5)'),
     ("evaluate.every=0.5 epochs", "evaluate.every must be such as"),
     (
         "checkpoint.best=acuracy",
@@ -96,10 +90,7 @@ WRONG = [
     # what only building the parts can tell
     ("model=engine_toys:Net", "model.factory: there is no module 'engine_toys'"),
     ("model=engine_toy:Nett", "model.factory: engine_toy has no 'Nett'; did you mean Net?"),
-    (
-        "model.args.hiden=3",
-        "model.args: Net got an unexpected keyword argument 'hiden'; did you mean hidden?",
-    ),
+    ("model.args.hiden=3", "model.args: Net got an unexpected keyword argument 'hiden'; did you mean hidden?"),
     ("model=engine_toy:not_a_data_set", "model: expected a torch.nn.Module, int is none"),
     ("model=engine_toy:seen", "cannot be called"),
     ("model=torch.nn:Identity", "model: it has no parameter to train"),
@@ -121,9 +112,7 @@ Train = Callable[..., tuple[Any, str, str]]
 
 
 @pytest.fixture
-def train(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Train:
+def train(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
     """`flatout train` of the toy config in this process, in tmp_path: exit code, stdout and stderr."""
 
     def run(*words: str) -> tuple[Any, str, str]:
@@ -153,11 +142,7 @@ def test_a_wrong_config_is_one_line_and_exit_code_2(
     [
         ("model.args.hidden=wide", "model: Net failed: TypeError: ", "engine_toy.py"),
         ("model=engine_toy:gives_up", "model: gives_up failed: SystemExit: 7", "engine_toy.py"),
-        (
-            "model=lacking:Net",
-            "model.factory: lacking cannot be imported: ModuleNotFoundError: ",
-            "lacking.py",
-        ),
+        ("model=lacking:Net", "model.factory: lacking cannot be imported: ModuleNotFoundError: ", "lacking.py"),
         ("model=raising:Net", "model.factory: raising cannot be imported: ZeroDivisionError: ", "raising.py"),
         ("model=broken:Net", "model.factory: broken cannot be imported: SyntaxError: ", "broken.py"),
     ],
@@ -176,11 +161,7 @@ def test_a_part_that_fails_is_named_after_the_traceback_of_its_own_code(
 
 
 def test_secrets_are_saved_for_their_owner_and_not_shown(
-    config: Path,
-    tmp_path: Path,
-    train: Train,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "private.py").write_text(
         "from engine_toy import Points\n"
@@ -191,12 +172,7 @@ def test_secrets_are_saved_for_their_owner_and_not_shown(
     secret = ("data.train.args.api_key=LEAK", "data.train.args.eos_token=FINE", "log.quiet=false")
     # What is shown has none.
     code, out, err = train("data.train.factory=private:points", *secret, "--explain")
-    assert (code, "LEAK" in out + err, "api_key: '***'" in out, "eos_token: FINE" in out) == (
-        0,
-        False,
-        True,
-        True,
-    )
+    assert (code, "LEAK" in out + err, "api_key: '***'" in out, "eos_token: FINE" in out) == (0, False, True, True)
     # Nor has a complaint, with the traceback of the person's own code.
     code, out, err = train("data.train.factory=private:refused", *secret)
     assert (code, "LEAK" in out + err, "in refused" in err) == (2, False, True)
@@ -221,13 +197,7 @@ def test_no_setting_of_flatouts_own_is_taken_for_a_secret(config: Path) -> None:
 
 
 def test_settings_without_effect_are_reported_line_by_line(config: Path) -> None:
-    idle = [
-        "data.val=null",
-        "metrics={}",
-        "evaluate.every=2 epochs",
-        "train.memory_share=0.5",
-        "train.lr_batch=64",
-    ]
+    idle = ["data.val=null", "metrics={}", "evaluate.every=2 epochs", "train.memory_share=0.5", "train.lr_batch=64"]
     idle += ["train.scheduler_per=epoch", "checkpoint.every=never", "checkpoint.keep=3"]
     told = list(without_effect(load(config, idle)))
     assert [line.partition(" ")[0] for line in told] == [
@@ -270,16 +240,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["a:b", "auto"])
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["a:b", "auto"])
 )
 VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
 )
 KEYS = st.sampled_from(
     [f"{section}.{key}" for section, field in Config.model_fields.items()
@@ -290,20 +254,13 @@ KEYS = st.sampled_from(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3))
-def test_any_value_under_any_key_is_a_config_or_one_clear_line(
-    config: Path, changes: list[tuple[str, Any]]
-) -> None:
-    overrides = [
-        f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}" for key, value in changes
-    ]
+def test_any_value_under_any_key_is_a_config_or_one_clear_line(config: Path, changes: list[tuple[str, Any]]) -> None:
+    overrides = [f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}" for key, value in changes]
     _loads_or_complains(config, overrides)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    text=st.text(alphabet="train:{}[]&*!|>-'\"#%@ \n\t,0.1eE+~?", max_size=40),
-    place=st.integers(0, len(CONFIG)),
-)
+@given(text=st.text(alphabet="train:{}[]&*!|>-'\"#%@ \n\t,0.1eE+~?", max_size=40), place=st.integers(0, len(CONFIG)))
 def test_any_text_in_a_file_is_a_config_or_one_clear_line(tmp_path: Path, text: str, place: int) -> None:
     path = tmp_path / "fuzzed.yaml"
     path.write_text(CONFIG[:place] + text + CONFIG[place:])
@@ -363,10 +320,7 @@ def test_whatever_is_in_a_config_explain_prints_it_or_one_clear_line(
 @pytest.mark.parametrize(
     ("part", "complaint"),
     [
-        (
-            "{factory: a b}",
-            "model.args.hidden: factory must be an import path such as package.module:name (got 'a b')",
-        ),
+        ("{factory: a b}", "model.args.hidden: factory must be an import path such as package.module:name (got 'a b')"),
         ("{factory: 3}", "model.args.hidden: factory must be a valid string (got 3)"),
         ("{factory: 'builtins:int', args: 3}", "model.args.hidden: args must be a valid dictionary (got 3)"),
     ],

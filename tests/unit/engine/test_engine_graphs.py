@@ -43,9 +43,7 @@ def step_of(model: Model, said: list[str], compile: str = "auto") -> TrainStep:
     return TrainStep(model, nn.MSELoss(), optimizer, precision, config, said.append, captured=True)
 
 
-@pytest.mark.parametrize(
-    ("compile", "mode"), [("auto", None), ("max-autotune", "max-autotune-no-cudagraphs")]
-)
+@pytest.mark.parametrize(("compile", "mode"), [("auto", None), ("max-autotune", "max-autotune-no-cudagraphs")])
 def test_batches_of_many_shapes_are_compiled_and_not_captured(
     monkeypatch: pytest.MonkeyPatch, compile: str, mode: str | None
 ) -> None:

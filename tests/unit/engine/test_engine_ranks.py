@@ -30,9 +30,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def train_on_two(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    here = {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3] / "src")])
-    }
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3] / "src")])}
     command = [*TORCHRUN, "flatout", "train", str(config), *words]
     return subprocess.run(
         command, cwd=config.parent, env={**os.environ, **here}, capture_output=True, text=True, timeout=120
@@ -46,12 +44,7 @@ def test_two_ranks_learn_what_one_would_and_come_back_when_one_has_died(ready: R
     alone.fit()
 
     # WHEN two learn from 8 each, in two pieces, and one of them is killed in the second epoch
-    words = [
-        "model.factory=engine_toy:MortalNet",
-        "model.args.dropout=0",
-        "train.accumulate=2",
-        "log.quiet=false",
-    ]
+    words = ["model.factory=engine_toy:MortalNet", "model.args.dropout=0", "train.accumulate=2", "log.quiet=false"]
     words += ["checkpoint.every=2 steps", "checkpoint.best=null"]
     started = time.monotonic()
     died = train_on_two(config, *words, "model.args.dies_at=13")
@@ -86,15 +79,11 @@ def test_two_ranks_learn_what_one_would_and_come_back_when_one_has_died(ready: R
 @contextlib.contextmanager
 def by_ourselves(config: Path, *words: str, gpus: int = 2) -> Iterator[subprocess.Popen[str]]:
     """`flatout train --gpus 2`, which starts its ranks without torchrun."""
-    here = {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3] / "src")])
-    }
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3] / "src")])}
     command = [sys.executable, "-m", "flatout", "train", "--gpus", str(gpus), str(config), *words]
     env = {**os.environ, **here}
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, cwd=config.parent, env=env, stdout=pipe, stderr=pipe, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=config.parent, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         yield process
 
 
@@ -189,9 +178,7 @@ def test_gradients_travel_once_a_step_however_many_pieces_and_after_running_out_
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision, _ = choose_precision("off", torch.device("cpu"))
     said: list[str] = []
-    step = TrainStep(
-        model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(accumulate=4), said.append
-    )
+    step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(accumulate=4), said.append)
     data = engine_toy.Points()
     batch = [data.points[:16], torch.zeros(16).long()]
     step(batch)

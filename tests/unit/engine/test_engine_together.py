@@ -42,9 +42,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 
 
 def test_what_ranks_say_alike_is_shown_once_and_what_one_repeats_is_not_held_back() -> None:
-    ended = ranks(
-        '[ $RANK = 1 ] && sleep 0.5; echo "the same" >&2; [ $RANK = 0 ] && echo "the same" >&2; exit 2'
-    )
+    ended = ranks('[ $RANK = 1 ] && sleep 0.5; echo "the same" >&2; [ $RANK = 0 ] && echo "the same" >&2; exit 2')
     assert ended.returncode == 2
     assert ended.stderr == "the same\n" * 2
 
@@ -67,7 +65,4 @@ def test_what_a_rank_leaves_running_does_not_hold_up_the_end() -> None:
 
 def test_a_hangup_that_is_not_to_be_heard_is_not() -> None:
     hang_up = "kill -HUP $PPID; kill -HUP $$; exit 0"
-    assert (
-        ranks(hang_up, count=1, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).returncode
-        == 0
-    )
+    assert ranks(hang_up, count=1, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).returncode == 0

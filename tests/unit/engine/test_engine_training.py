@@ -43,10 +43,7 @@ from flatout.model.errors import FlatoutError, NotSavedError, UsageError
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     """Everything training has moved."""
     state = trainer.step.optimizer.state_dict()["state"]
-    return [
-        *trainer.model.state_dict().values(),
-        *(value for each in state.values() for value in each.values()),
-    ]
+    return [*trainer.model.state_dict().values(), *(value for each in state.values() for value in each.values())]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -98,10 +95,7 @@ class First:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_validation_may_share_the_loader_of_training(tmp_path: Path, wrapped: bool) -> None:
-    loader, model = (
-        DataLoader(engine_toy.Points(), 8, num_workers=1, persistent_workers=True),
-        engine_toy.Net(),
-    )
+    loader, model = DataLoader(engine_toy.Points(), 8, num_workers=1, persistent_workers=True), engine_toy.Net()
     trainer = Trainer(
         model=model,
         train_loader=loader,
@@ -180,9 +174,7 @@ def test_a_metric_is_a_function_or_an_object(ready: Ready, metric: str) -> None:
 def test_validation_and_checkpoints_are_as_often_as_was_asked_for(
     ready: Ready, tmp_path: Path, often: str, at: list[int]
 ) -> None:
-    ready(
-        f"evaluate.every={often}", f"checkpoint.every={often}", "checkpoint.keep=9", "checkpoint.best=null"
-    ).fit()
+    ready(f"evaluate.every={often}", f"checkpoint.every={often}", "checkpoint.keep=9", "checkpoint.best=null").fit()
     run = tmp_path / "run"
     validated = rows(run / "validation.csv") if at else []
     assert [int(row["step"]) for row in validated] == at
@@ -231,10 +223,7 @@ def test_a_compiler_that_fails_costs_speed_and_not_the_training(ready: Ready, ca
     broken._torchdynamo_orig_callable = trainer.model.forward  # type: ignore[attr-defined]
     trainer.model.forward = broken  # type: ignore[method-assign]
     trainer.fit()
-    assert (
-        "train.compile: off from here on, torch.compile failed (InternalTorchDynamoError"
-        in capsys.readouterr().out
-    )
+    assert "train.compile: off from here on, torch.compile failed (InternalTorchDynamoError" in capsys.readouterr().out
     assert same(weights(plain), weights(trainer))
 
 
@@ -313,9 +302,7 @@ def test_bf16_on_a_cpu_is_bf16(ready: Ready) -> None:
 
 
 def test_the_fastest_batch_is_found_and_nothing_has_been_learned_by_then(ready: Ready) -> None:
-    trainer = ready(
-        "train.batch_size=auto", "train.lr_rule=sqrt", "train.lr_batch=16", "checkpoint.every=never"
-    )
+    trainer = ready("train.batch_size=auto", "train.lr_rule=sqrt", "train.lr_batch=16", "checkpoint.every=never")
     size = trainer._batches.loader.batch_sampler.batch_size
     assert size in (32, 64)
     assert trainer.step.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * (size / 16) ** 0.5)
@@ -329,9 +316,7 @@ def test_the_fastest_batch_is_looked_for_in_the_layout_that_will_train(ready: Re
     settings = ("metrics={}", "train.channels_last=true", "train.checkpoint_activations=[conv]")
     trainer = ready("model=engine_toy:Convolution", data, *settings, "train.batch_size=auto")
     assert trainer.model.pictures
-    assert all(
-        pictures.is_contiguous(memory_format=torch.channels_last) for pictures in trainer.model.pictures
-    )
+    assert all(pictures.is_contiguous(memory_format=torch.channels_last) for pictures in trainer.model.pictures)
     forward = trainer.model.conv.forward
     assert forward.func is torch.utils.checkpoint.checkpoint  # type: ignore[attr-defined]
     assert not hasattr(forward.args[0], "func")  # once is enough
@@ -436,9 +421,7 @@ def test_another_optimizer_or_scheduler_than_the_checkpoints_is_refused(
     assert ready("train.epochs=4").resume()
     assert "the checkpoint's scheduler is not used: the config has none" in capsys.readouterr().out
     ready("out=" + str(tmp_path / "plain")).fit()
-    with pytest.raises(
-        UsageError, match="the scheduler of its checkpoint is not that of this config: it has no T_max"
-    ):
+    with pytest.raises(UsageError, match="the scheduler of its checkpoint is not that of this config: it has no T_max"):
         ready("out=" + str(tmp_path / "plain"), scheduler).resume()
 
 
@@ -450,14 +433,7 @@ def test_the_batch_size_that_was_found_is_written_down_and_kept_when_a_run_goes_
 
     def train(*words: str, resume: bool = False) -> str:
         words = ("train.batch_size=auto", "train.lr_rule=sqrt", "train.lr_batch=8", *words)
-        main(
-            config,
-            [f"out={tmp_path / 'run'}", *words],
-            preset=None,
-            resume=resume,
-            explain=False,
-            record=False,
-        )
+        main(config, [f"out={tmp_path / 'run'}", *words], preset=None, resume=resume, explain=False, record=False)
         return capsys.readouterr().out
 
     said = train("train.epochs=1")
@@ -475,10 +451,7 @@ def test_a_row_of_metrics_is_of_its_step(ready: Ready, tmp_path: Path) -> None:
     assert [row["step"] for row in train[:2]] == ["4", "8"]
     assert validation[0]["step"] == "8"
     assert [row["samples"] for row in train[:2]] == ["32", "64"]
-    assert [float(row["lr"]) for row in train[:2]] == [
-        pytest.approx(1e-2 * 0.5**3),
-        pytest.approx(1e-2 * 0.5**7),
-    ]
+    assert [float(row["lr"]) for row in train[:2]] == [pytest.approx(1e-2 * 0.5**3), pytest.approx(1e-2 * 0.5**7)]
 
 
 def test_two_runs_of_one_config_at_a_time_have_their_own_folders(
@@ -498,17 +471,13 @@ def test_two_runs_of_one_config_at_a_time_have_their_own_folders(
 
     monkeypatch.setattr(assembling, "build_dataset", slowly)
     train()
-    rows = [
-        len((tmp_path / "runs" / name / "train.csv").read_text().splitlines()) for name in ("toy", "toy-2")
-    ]
+    rows = [len((tmp_path / "runs" / name / "train.csv").read_text().splitlines()) for name in ("toy", "toy-2")]
     assert rows == [7, 7]
 
 
 def test_a_finished_training_that_is_lengthened_is_the_longer_one(ready: Ready, tmp_path: Path) -> None:
     """With a scheduler that goes by what validation gives: none of it counts twice."""
-    plateau = (
-        "scheduler={factory: torch.optim.lr_scheduler:ReduceLROnPlateau, args: {patience: 0, threshold: 9}}"
-    )
+    plateau = "scheduler={factory: torch.optim.lr_scheduler:ReduceLROnPlateau, args: {patience: 0, threshold: 9}}"
     straight = ready(plateau, f"out={tmp_path / 'straight'}", "train.epochs=3", "data.workers=1")
     straight.fit()
     ready(plateau, "train.epochs=2", "data.workers=1").fit()
@@ -545,10 +514,7 @@ def test_a_stdout_that_takes_nothing_does_not_end_a_training(config: Path, tmp_p
             text=True,
         )
     assert ended.returncode == 0, ended.stderr
-    assert (
-        ended.stderr
-        == "flatout: stdout cannot be written to: No space left on device; training goes on without\n"
-    )
+    assert ended.stderr == "flatout: stdout cannot be written to: No space left on device; training goes on without\n"
     assert (tmp_path / "runs/toy/checkpoints/step-000000024.pt").exists()
 
 
@@ -562,9 +528,7 @@ def test_a_loss_that_is_no_tensor_is_the_persons_mistake(ready: Ready) -> None:
 def test_a_metric_that_gives_nothing_is_the_persons_mistake(ready: Ready) -> None:
     trainer = ready()
     trainer.metrics["accuracy"] = lambda output, target: None
-    with pytest.raises(
-        UsageError, match=r"metrics.accuracy gave None: a metric gives a number, or one a sample"
-    ):
+    with pytest.raises(UsageError, match=r"metrics.accuracy gave None: a metric gives a number, or one a sample"):
         trainer.fit()
 
 
@@ -593,9 +557,7 @@ def test_steps_that_are_taken_again_have_one_row(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "train.csv")] == ["10", "20", "30", "40"]
 
 
-def test_ranks_that_see_other_data_agree_on_what_is_best(
-    ready: Ready, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_see_other_data_agree_on_what_is_best(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = ready("checkpoint.best=accuracy", "checkpoint.best_is=max")
     monkeypatch.setattr(trainer.ranks, "gathered", lambda thing: [{**thing, "accuracy": 0.25}, thing])
     trainer._evaluate()
@@ -617,9 +579,7 @@ def test_metrics_that_cannot_be_written_do_not_end_a_training(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_without_a_length_is_trained_on_and_resumed(
-    ready: Ready, tmp_path: Path, workers: int
-) -> None:
+def test_a_stream_without_a_length_is_trained_on_and_resumed(ready: Ready, tmp_path: Path, workers: int) -> None:
     data = ["data.train=engine_toy:Stream", f"data.workers={workers}"]
     straight = ready(f"out={tmp_path / 'straight'}", *data)
     straight.fit()
@@ -634,12 +594,8 @@ def test_a_stream_without_a_length_is_trained_on_and_resumed(
     resumed.fit()
     assert engine_toy.seen == order
     assert same(weights(straight), weights(resumed))
-    with pytest.raises(
-        UsageError, match=r"scheduler.args.T_max: the data has no length; give train.max_steps"
-    ):
-        ready(
-            *data, "scheduler={factory: torch.optim.lr_scheduler:CosineAnnealingLR, args: {T_max: '{steps}'}}"
-        )
+    with pytest.raises(UsageError, match=r"scheduler.args.T_max: the data has no length; give train.max_steps"):
+        ready(*data, "scheduler={factory: torch.optim.lr_scheduler:CosineAnnealingLR, args: {T_max: '{steps}'}}")
 
 
 def test_a_pytorch_loader_is_resumed_too(tmp_path: Path) -> None:
@@ -651,11 +607,7 @@ def test_a_pytorch_loader_is_resumed_too(tmp_path: Path) -> None:
             train_loader=TorchLoader(engine_toy.Points(), 8, shuffle=True),
             criterion=nn.CrossEntropyLoss(),
             optimizer=torch.optim.AdamW(model.parameters()),
-            config={
-                "train": {"epochs": 3, "device": "cpu"},
-                "log": {"quiet": True},
-                "out": str(tmp_path / out),
-            },
+            config={"train": {"epochs": 3, "device": "cpu"}, "log": {"quiet": True}, "out": str(tmp_path / out)},
         )
 
     straight = trainer("straight")
@@ -726,11 +678,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(config: Path, tmp_path: Path) 
     [(100, "loss 0.5403  14,840 samples/s  waits for data 12%"), (60, "loss 0.5403  14,840 samples/s")],
 )
 def test_a_terminal_shows_whole_numbers_and_what_matters_most_in_any_width(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    columns: int,
-    shown: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, shown: str
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -754,9 +702,7 @@ def test_a_checkpoint_of_another_model_is_one_line(ready: Ready) -> None:
 
 @pytest.mark.parametrize("best_is", ["min", "max"])
 def test_the_best_and_the_last_are_kept(ready: Ready, tmp_path: Path, best_is: str) -> None:
-    trainer = ready(
-        "train.epochs=6", "checkpoint.keep=3", "checkpoint.best=accuracy", f"checkpoint.best_is={best_is}"
-    )
+    trainer = ready("train.epochs=6", "checkpoint.keep=3", "checkpoint.best=accuracy", f"checkpoint.best_is={best_is}")
     trainer.fit()
     folder = tmp_path / "run" / "checkpoints"
     kept = sorted(path.name for path in folder.iterdir())
@@ -789,8 +735,7 @@ def test_out_of_memory_halves_the_pieces_and_repeats_the_very_step(ready: Ready,
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     out = capsys.readouterr().out
     assert (
-        "out of memory: 4 samples at a time from here on instead of 8; train.accumulate is 2, the batch stays 8"
-        in out
+        "out of memory: 4 samples at a time from here on instead of 8; train.accumulate is 2, the batch stays 8" in out
     )
 
 
@@ -866,10 +811,7 @@ def test_a_full_disk_is_reported_once_and_at_the_end(
     assert max(last.parent.iterdir()) == last
     out = capsys.readouterr().out
     assert (
-        out.count(
-            f"no checkpoint at step 6: {os.strerror(errno.ENOSPC)}; training goes on, older ones are kept"
-        )
-        == 1
+        out.count(f"no checkpoint at step 6: {os.strerror(errno.ENOSPC)}; training goes on, older ones are kept") == 1
     )
     assert out.count("no checkpoint") == 1
     assert trainer.unsaved == (
@@ -938,21 +880,14 @@ def test_under_torchrun_each_rank_ends_with_1(
 def test_what_cannot_be_read_back_safely_is_not_written(ready: Ready) -> None:
     trainer = ready()
     trainer.step.optimizer.param_groups[0]["note"] = Path("somewhere")
-    with pytest.raises(
-        FlatoutError, match=r"a checkpoint cannot hold state.optimizer.param_groups\[0\].note, a P"
-    ):
+    with pytest.raises(FlatoutError, match=r"a checkpoint cannot hold state.optimizer.param_groups\[0\].note, a P"):
         trainer.fit()
 
 
 def test_switches_of_torch_are_put_back(ready: Ready) -> None:
     def switches() -> list[bool]:
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-        return [
-            torch.are_deterministic_algorithms_enabled(),
-            cudnn.benchmark,
-            cudnn.allow_tf32,
-            matmul.allow_tf32,
-        ]
+        return [torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32]
 
     before = switches()
     ready("train.deterministic=true").fit()
@@ -975,9 +910,7 @@ def test_no_worker_outlives_a_training(ready: Ready, ends: str) -> None:
             raise ValueError("a mistake in the model")
 
     engine_toy.faults[10] = look
-    with (
-        pytest.raises(ValueError, match="a mistake") if ends == "with an error" else contextlib.nullcontext()
-    ):
+    with pytest.raises(ValueError, match="a mistake") if ends == "with an error" else contextlib.nullcontext():
         trainer.fit()
     assert workers  # of training and, by the second epoch, of validation
     assert not any(process.is_running() for process in workers)

@@ -15,11 +15,7 @@ Point = collections.namedtuple("Point", ["x", "y"])
 SHAPES = {
     "tensor": lambda i: torch.full((3, 2), float(i)),
     "pair": lambda i: (torch.full((2,), i), i),
-    "dict": lambda i: {
-        "name": f"sample {i}",
-        "image": torch.full((2, 2), i, dtype=torch.uint8),
-        "score": i / 2,
-    },
+    "dict": lambda i: {"name": f"sample {i}", "image": torch.full((2, 2), i, dtype=torch.uint8), "score": i / 2},
     "nested": lambda i: {"a": [torch.tensor(i), (str(i), b"x")], "point": Point(torch.tensor([i]), float(i))},
     "numpy": lambda i: (np.full((2, 3), i, dtype=np.float32), np.float64(i), np.int32(i)),
     "scalar": lambda i: i,
@@ -59,10 +55,7 @@ def as_list(batch: list[Any]) -> list[Any]:
 def padded(batch: list[tuple[torch.Tensor, int]]) -> dict[str, Any]:
     """A collate_fn whose batches differ in size."""
     rows = [torch.arange(label % 5 + 1) for _, label in batch]
-    return {
-        "rows": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
-        "sizes": [len(row) for row in rows],
-    }
+    return {"rows": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "sizes": [len(row) for row in rows]}
 
 
 def same(one: Any, other: Any) -> bool:

@@ -100,14 +100,8 @@ def own_init(_: int) -> None:
         ({"dataset": Asks()}, "Asks.__getitem__ calls get_worker_info()"),
         ({"dataset": Subset(Asks(), range(8))}, "Asks.__getitem__ calls get_worker_info()"),
         ({"dataset": Things(12), "collate_fn": ask_in_collate}, "ask_in_collate calls get_worker_info()"),
-        (
-            {"dataset": Things(12), "worker_init_fn": own_init},
-            f"its worker_init_fn, {__name__}.own_init, may make",
-        ),
-        (
-            {"dataset": Things(12), "worker_init_fn": functools.partial(own_init)},
-            f"its worker_init_fn, {__name__}.own",
-        ),
+        ({"dataset": Things(12), "worker_init_fn": own_init}, f"its worker_init_fn, {__name__}.own_init, may make"),
+        ({"dataset": Things(12), "worker_init_fn": functools.partial(own_init)}, f"its worker_init_fn, {__name__}.own"),
     ],
     ids=["stream", "dataset", "wrapped dataset", "collate_fn", "worker_init_fn", "partial"],
 )
@@ -131,8 +125,7 @@ def test_a_worker_init_fn_that_only_seeds_does_not_matter() -> None:
     seeds = functools.partial(seed_worker, num_workers=1, rank=0)
     for workers in (0, 1):
         iterator, why_not = iterator_for(
-            TorchLoader(Things(12), 4, num_workers=workers, worker_init_fn=seeds),
-            LoaderOptions(workers="auto"),
+            TorchLoader(Things(12), 4, num_workers=workers, worker_init_fn=seeds), LoaderOptions(workers="auto")
         )
         assert iterator is not None, why_not
 
@@ -218,9 +211,7 @@ def test_an_exception_says_which_worker_raised_it(way: str) -> None:
     if way == "without workers":
         assert loader.feed is not None
         loader.feed.resize(0, hold=True)
-    with pytest.raises(
-        KeyError, match=r"Caught KeyError in DataLoader worker process 0\.(.|\n)*no such thing as 0"
-    ):
+    with pytest.raises(KeyError, match=r"Caught KeyError in DataLoader worker process 0\.(.|\n)*no such thing as 0"):
         next(passing)
     del passing, loader
     gc.collect()
@@ -229,11 +220,7 @@ def test_an_exception_says_which_worker_raised_it(way: str) -> None:
 def test_what_spawned_workers_cannot_be_sent_is_said() -> None:
     told = pytest.warns(UserWarning, match=r"Got pickle error when.*'spawn'.*collate_fn")
     with told, pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        iter(
-            DataLoader(
-                Things(4), 2, num_workers=1, collate_fn=lambda one: one, multiprocessing_context="spawn"
-            )
-        )
+        iter(DataLoader(Things(4), 2, num_workers=1, collate_fn=lambda one: one, multiprocessing_context="spawn"))
 
 
 # --- the machine's limits, and other libraries ------------------------------------------------------------------------

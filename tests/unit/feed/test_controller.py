@@ -124,9 +124,7 @@ def test_workers_that_mostly_wait_may_outnumber_the_cores() -> None:
 
 
 def test_as_many_as_were_declared_may_wait() -> None:
-    declared = run(
-        Controller(40, cores=4), lambda workers: 10.0 * workers, cores=4, cpu_share=0.05, windows=40
-    )
+    declared = run(Controller(40, cores=4), lambda workers: 10.0 * workers, cores=4, cpu_share=0.05, windows=40)
     assert declared[-1] == 40
     computing = run(Controller(40, cores=4), lambda workers: 10.0 * min(4, workers), cores=4, windows=40)
     assert max(computing) <= 4

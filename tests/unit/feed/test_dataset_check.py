@@ -70,9 +70,7 @@ WRITES: dict[str, Callable[[Pictures], object]] = {
 
 @pytest.mark.parametrize("entries", [1_000, 50_000])
 @pytest.mark.parametrize("make", [list, lambda n: dict(enumerate(n)), lambda n: np.array(n, dtype=float)])
-def test_labels_that_every_step_writes_to_are_seen_within_a_few(
-    entries: int, make: Callable[[Any], Any]
-) -> None:
+def test_labels_that_every_step_writes_to_are_seen_within_a_few(entries: int, make: Callable[[Any], Any]) -> None:
     data = Pictures()
     data.labels = labels = make([0.5] * entries)  # type: ignore[attr-defined]
     watch = DatasetCheck(data)

@@ -125,9 +125,7 @@ def twice(make: Callable[[int], Any], index: int) -> tuple[Any, Any]:
 def on_gpu(tensor: LazyTensor) -> torch.Tensor:
     steps, numbers = as_program(tensor.expression)
     return run_program(
-        steps,
-        sampling.pixels_of(tensor.expression).unsqueeze(0),
-        torch.tensor([numbers], dtype=torch.float64),
+        steps, sampling.pixels_of(tensor.expression).unsqueeze(0), torch.tensor([numbers], dtype=torch.float64)
     )[0]
 
 
@@ -149,14 +147,10 @@ def test_lazy_samples_are_what_they_would_have_been(make: Callable[[int], Any]) 
         for later, made in zip(leaves(lazy), leaves(plain), strict=True):
             if isinstance(later, LazyTensor):
                 wanted, there = torch.as_tensor(made), on_gpu(later)
-                assert torch.equal(later.materialize(), wanted), (
-                    "computed on the host it is the same bit for bit"
-                )
+                assert torch.equal(later.materialize(), wanted), "computed on the host it is the same bit for bit"
                 assert (there.shape, there.dtype) == (wanted.shape, wanted.dtype)
                 off = (there - wanted).abs() > (1.3 * GREY_LEVEL / 0.2 if wanted.is_floating_point() else 0)
-                assert off.float().mean() < (0.002 if make is not by_channel else 1), (
-                    "pixels at an edge, no more"
-                )
+                assert off.float().mean() < (0.002 if make is not by_channel else 1), "pixels at an edge, no more"
 
 
 @pytest.mark.parametrize("move", [Image.Resampling.NEAREST, Image.Resampling.BILINEAR])
@@ -175,9 +169,7 @@ def test_images_are_rotated_as_pillow_rotates_them(move: Any, mode: str, colour:
     for index in range(12):
         lazy, plain = twice(make, index)
         if mode == "RGB" and colour == 255:
-            assert torch.equal(lazy.materialize() if isinstance(lazy, LazyTensor) else lazy, plain), (
-                "which is red"
-            )
+            assert torch.equal(lazy.materialize() if isinstance(lazy, LazyTensor) else lazy, plain), "which is red"
             continue
         difference = (on_gpu(lazy).int() - plain.int()).abs()
         assert (difference > 1).float().mean() < 0.01
@@ -191,9 +183,7 @@ def test_images_are_rotated_as_pillow_rotates_them(move: Any, mode: str, colour:
         lambda image: np.roll(np.array(image.rotate(5)), 3, axis=0),
         lambda image: np.array(image.rotate(5).resize((9, 9))),
         lambda image: np.array(image.rotate(5).filter(ImageFilter.GaussianBlur(2))),
-        lambda image: np.array(
-            image.rotate(5, Image.Resampling.BILINEAR).rotate(8, Image.Resampling.BILINEAR)
-        ),
+        lambda image: np.array(image.rotate(5, Image.Resampling.BILINEAR).rotate(8, Image.Resampling.BILINEAR)),
         lambda image: np.array(image.rotate(5, Image.Resampling.BICUBIC)),
         lambda image: np.array(image.rotate(30, expand=True)),
         lambda image: np.array(image.transpose(Image.Transpose.ROTATE_90)),
@@ -209,9 +199,7 @@ def test_images_are_rotated_as_pillow_rotates_them(move: Any, mode: str, colour:
         lambda image: np.array(image.transpose(MIRRORED)).tolist(),
         lambda image: torch.from_numpy(np.array(image.rotate(5))).sum(),
         lambda image: torch.from_numpy(np.array(image.rotate(5)))[4:8],
-        lambda image: torch.nn.functional.interpolate(
-            torch.from_numpy(np.array(image.rotate(5))).float()[None], 9
-        ),
+        lambda image: torch.nn.functional.interpolate(torch.from_numpy(np.array(image.rotate(5))).float()[None], 9),
         lambda image: torch.tensor(np.array(image.rotate(5)).astype(np.float64) ** 2),
     ],
 )
@@ -251,9 +239,7 @@ def test_a_change_in_place_is_recorded_for_that_array() -> None:
     lazy, plain = twice(make, 1)
     assert same_sample(lazy, plain)
     made = [part.materialize() if isinstance(part, LazyTensor) else part for part in lazy]
-    assert all(
-        np.array_equal(np.asarray(one), np.asarray(other)) for one, other in zip(made, plain, strict=True)
-    )
+    assert all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in zip(made, plain, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -285,9 +271,7 @@ def test_an_array_sees_writes_through_all_of_its_views(change: str) -> None:
 
     lazy, plain = twice(make, 2)
     assert same_sample(lazy, plain)
-    assert all(
-        np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(materialize(lazy), plain, strict=True)
-    )
+    assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(materialize(lazy), plain, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -344,9 +328,7 @@ TENSORS = (
 def some_code(seed: int) -> list[str]:
     """Lines that can be executed one after the other, on a picture or two, in four variables."""
     draw = random.Random(seed)
-    lines = [
-        f"v{number} = picture({seed + number}, {draw.choice(('RGB', 'L'))!r}, (8, 6))" for number in range(2)
-    ]
+    lines = [f"v{number} = picture({seed + number}, {draw.choice(('RGB', 'L'))!r}, (8, 6))" for number in range(2)]
     names = {**CODE}
     exec("\n".join(lines), names)
     while len(lines) < 10:
@@ -364,13 +346,7 @@ def some_code(seed: int) -> list[str]:
     return lines
 
 
-CODE = {
-    "np": np,
-    "torch": torch,
-    "picture": picture,
-    "MIRRORED": MIRRORED,
-    "BILINEAR": Image.Resampling.BILINEAR,
-}
+CODE = {"np": np, "torch": torch, "picture": picture, "MIRRORED": MIRRORED, "BILINEAR": Image.Resampling.BILINEAR}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -387,9 +363,7 @@ def test_random_code_gives_the_same_result_as_without_recording(seeds: range) ->
             continue
         for name in ("v0", "v1", "v2", "v3"):
             one, other = plain.get(name), materialize(lazy.get(name))
-            assert np.array_equal(np.asarray(one), np.asarray(other)), "\n".join(
-                [f"{name} of {seed}:", *lines]
-            )
+            assert np.array_equal(np.asarray(one), np.asarray(other)), "\n".join([f"{name} of {seed}:", *lines])
 
 
 def test_threads_of_a_sample_write_into_one_array() -> None:
@@ -437,9 +411,7 @@ def test_a_kept_lazy_array_works_after_recording_has_ended() -> None:
     samples = LazySamples(Photos(make))
     for index in (0, 0, 1, 1):
         pixels = samples[index]["pixels"]
-        assert torch.equal(
-            torch.as_tensor(pixels), torch.from_numpy(np.asarray(picture(index), np.float32) / 255)
-        )
+        assert torch.equal(torch.as_tensor(pixels), torch.from_numpy(np.asarray(picture(index), np.float32) / 255))
     assert samples.off, "a sample that cannot be repeated is not recorded"
 
 
@@ -541,9 +513,7 @@ def test_nothing_is_recorded_outside_of_samples() -> None:
 # --- a batch ------------------------------------------------------------------------------------------------------
 
 
-def passed(
-    make: Callable[[int], Any], *, defer: bool, count: int = 24, batch: int = 8, workers: int = 2
-) -> list[Any]:
+def passed(make: Callable[[int], Any], *, defer: bool, count: int = 24, batch: int = 8, workers: int = 2) -> list[Any]:
     torch.manual_seed(3)
     loader = DataLoader(Photos(make, count), batch, shuffle=True, num_workers=workers)
     iterator, why_not = iterator_for(loader, LoaderOptions(defer=defer))
@@ -611,9 +581,7 @@ def test_images_that_are_only_decoded_travel_as_ordinary_tensors() -> None:
 
 
 def test_a_collate_function_of_the_script_gets_real_samples() -> None:
-    loader = DataLoader(
-        Photos(segmented), 8, num_workers=1, collate_fn=lambda samples: [s[0].numpy() for s in samples]
-    )
+    loader = DataLoader(Photos(segmented), 8, num_workers=1, collate_fn=lambda samples: [s[0].numpy() for s in samples])
     iterator, _ = iterator_for(loader, LoaderOptions(defer=True))
     assert iterator is not None
     assert all(type(array) is np.ndarray for batch in iterator for array in batch)
@@ -632,21 +600,15 @@ def test_a_transform_of_some_samples_is_applied_to_those() -> None:
     """Hardly a batch of these has one program; none may lose what it was to be."""
     plain, lazy = (passed(erased, defer=defer, count=128) for defer in (False, True))
     for (one, _), (other, _) in zip(plain, lazy, strict=True):
-        assert torch.allclose(
-            other.materialize() if isinstance(other, DeferredBatch) else other, one, atol=1e-6
-        )
+        assert torch.allclose(other.materialize() if isinstance(other, DeferredBatch) else other, one, atol=1e-6)
     assert any(isinstance(other, DeferredBatch) for other, _ in lazy)
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda data: Subset(data, range(3, 24)), lambda data: ConcatDataset([data, data])]
-)
+@pytest.mark.parametrize("wrap", [lambda data: Subset(data, range(3, 24)), lambda data: ConcatDataset([data, data])])
 def test_wrapped_datasets_are_recorded_too(wrap: Any) -> None:
     def passed_through(*, defer: bool) -> list[Any]:
         torch.manual_seed(3)
-        iterator, _ = iterator_for(
-            DataLoader(wrap(Photos(segmented)), 8, num_workers=2), LoaderOptions(defer=defer)
-        )
+        iterator, _ = iterator_for(DataLoader(wrap(Photos(segmented)), 8, num_workers=2), LoaderOptions(defer=defer))
         assert iterator is not None
         return list(iterator)
 
@@ -701,9 +663,7 @@ def test_moving_a_batch_to_a_device_computes_it_there(deferred: Any) -> None:
         assert (type(there), there.device.type, there.shape) == (torch.Tensor, "meta", deferred.shape)
         assert there.dtype == torch.float32
     assert deferred.to("meta", torch.float16).dtype == torch.float16
-    assert deferred.to("meta", memory_format=torch.channels_last).is_contiguous(
-        memory_format=torch.channels_last
-    )
+    assert deferred.to("meta", memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
     assert not deferred.is_real, "and nothing was computed on the host"
     assert told == [True]
 
@@ -738,16 +698,12 @@ def test_no_more_than_a_few_programs_are_compiled(deferred: Any, traced: list[An
     whole, pixels, numbers = parts(deferred)
     on_gpu = CompiledPrograms()
     for number in range(8):
-        longer = replace(
-            whole, steps=(*whole.steps, *[TransformStep("copy", (len(whole.steps) - 1,))] * number)
-        )
+        longer = replace(whole, steps=(*whole.steps, *[TransformStep("copy", (len(whole.steps) - 1,))] * number))
         assert torch.equal(on_gpu(longer, pixels, numbers), deferred.materialize())
     assert len(traced) == batches._MAX_COMPILED
 
 
-def test_without_a_compiler_transforms_run_step_by_step(
-    deferred: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_transforms_run_step_by_step(deferred: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no such compiler")
 
@@ -757,9 +713,7 @@ def test_without_a_compiler_transforms_run_step_by_step(
         assert torch.equal(on_gpu(*parts(deferred)), deferred.materialize())
 
 
-def test_another_function_can_run_programs_on_the_device(
-    deferred: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_function_can_run_programs_on_the_device(deferred: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_run_on_device", batches._run_on_device)
     batches.run_on_device_with(lambda program, pixels, numbers: pixels)
     assert deferred.to("meta").dtype == torch.uint8

@@ -76,9 +76,7 @@ class OwnGenerator(Things):
 @pytest.mark.parametrize(
     "make", [Things, Drawing, LateDrawing, LateNormal, OwnGenerator], ids=lambda make: make.__name__
 )
-def test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(
-    make: Callable[[int], Things],
-) -> None:
+def test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(make: Callable[[int], Things]) -> None:
     """GIVEN a pass that goes from workers to none and back, THEN every bit is as with workers throughout."""
     random_state_set()
     expected, drawn = one_pass(DataLoader(make(1000), 20, num_workers=2)), np.random.randn(3).tolist()
@@ -277,9 +275,7 @@ def test_only_auto_does_without_workers() -> None:
     assert may(DataLoader(Things(8), 4, num_workers="auto"))
     assert not may(DataLoader(Things(8), 4, num_workers=1))
     assert not may(DataLoader(Things(8), 4, num_workers="auto", persistent_workers=True))
-    assert not may(
-        DataLoader(Things(8), 4, num_workers="auto", multiprocessing_context="spawn", collate_fn=as_list)
-    )
+    assert not may(DataLoader(Things(8), 4, num_workers="auto", multiprocessing_context="spawn", collate_fn=as_list))
 
 
 def test_batches_made_in_the_training_process_are_measured_under_the_name_of_the_dataset() -> None:

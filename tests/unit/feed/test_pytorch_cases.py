@@ -157,9 +157,7 @@ def test_workers_do_not_push_the_training_process_aside() -> None:
 
 def test_tensors_of_a_batch_can_be_written_to_and_saved_alone(tmp_path: Any) -> None:
     """GIVEN a batch in a slot of many, THEN saving one tensor of it does not save the slot."""
-    images, labels = next(
-        iter(DataLoader(TensorDataset(torch.zeros(8, 1000), torch.arange(8)), 8, num_workers=1))
-    )
+    images, labels = next(iter(DataLoader(TensorDataset(torch.zeros(8, 1000), torch.arange(8)), 8, num_workers=1)))
     labels += 1
     torch.save(labels, tmp_path / "labels.pt")
     assert (tmp_path / "labels.pt").stat().st_size < 4000

@@ -118,9 +118,7 @@ def test_any_combination_of_arguments_gives_what_pytorch_gives(data: st.DataObje
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "workers", "stop"),
-    [(60, 2, 2, 25), (13, 4, 1, 0)],
-    ids=["full last batch", "one of a sample"],
+    ("length", "size", "workers", "stop"), [(60, 2, 2, 25), (13, 4, 1, 0)], ids=["full last batch", "one of a sample"]
 )
 def test_leaving_before_the_end_leaves_the_generator_as_pytorch_does(
     length: int, size: int, workers: int, stop: int
@@ -207,9 +205,7 @@ def samplers() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "which", ["accelerate", "accelerate, two ranks", "accelerate, resumed", "transformers"]
-)
+@pytest.mark.parametrize("which", ["accelerate", "accelerate, two ranks", "accelerate, resumed", "transformers"])
 def test_samplers_of_frameworks_may_be_asked_early(which: str) -> None:
     orders = []
     for loader_class in (TorchLoader, DataLoader):

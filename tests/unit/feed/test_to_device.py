@@ -78,9 +78,7 @@ def batches(wire: Wire, count: int, *, then: Exception | None = None) -> Iterato
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 20])
-def test_a_host_that_never_waits_has_only_a_few_copies_on_the_wire(
-    wire: Wire, ahead: int, count: int
-) -> None:
+def test_a_host_that_never_waits_has_only_a_few_copies_on_the_wire(wire: Wire, ahead: int, count: int) -> None:
     """GIVEN a wire that would never be done by itself, THEN every batch comes, in order, and no slot is let go, nor the
     end reached, before its copy is over."""
     arrived = list(to_device(batches(wire, count), "cuda", convert=lambda batch: batch.number, ahead=ahead))

@@ -66,9 +66,7 @@ def _elastic(m: Machine) -> Machine:
 def _batch(m: Machine, value: int) -> Machine:
     """Launches are the cost: a larger batch takes hardly longer."""
     times = value / m.batch
-    return replace(
-        m, batch=value, compute_ms=m.compute_ms * (1 + 0.1 * (times - 1)), data_ms=m.data_ms * times
-    )
+    return replace(m, batch=value, compute_ms=m.compute_ms * (1 + 0.1 * (times - 1)), data_ms=m.data_ms * times)
 
 
 EFFECTS: dict[str, Callable[[Machine, Any], Machine]] = {
@@ -105,9 +103,7 @@ class World:
     interrupt_at: int | None = None
     clock_s: float = 0.0
     started: list[tuple[str, ...]] = field(default_factory=list)
-    compiled: set[int] = field(
-        default_factory=set
-    )  # for these batches: later runs find most of it in a cache
+    compiled: set[int] = field(default_factory=set)  # for these batches: later runs find most of it in a cache
 
     def clock(self) -> float:
         return self.clock_s
@@ -133,17 +129,10 @@ class World:
             code, seconds = launcher.TIMED_OUT if hung else 1, trial.timeout_s or 0.0
             return Run(changes=tuple(changes), code=code, seconds=seconds, output=crashed or "", turns=turns)
         look_below_s = trial.look_below_s
-        slow = (
-            math.ceil(trial.enough_s * 1e3 / (m.data_ms + m.compute_ms))
-            if trial.enough_s < math.inf
-            else steps
-        )
+        slow = math.ceil(trial.enough_s * 1e3 / (m.data_ms + m.compute_ms)) if trial.enough_s < math.inf else steps
         steps = min(steps, max(slow, 3))
         trace = self._trace(m, steps)
-        while (
-            sum(step.wall_ms for step in trace.ranks[0].steps if step.kind == "train")
-            < trial.at_least_s * 1e3
-        ):
+        while sum(step.wall_ms for step in trace.ranks[0].steps if step.kind == "train") < trial.at_least_s * 1e3:
             steps *= 2
             trace = self._trace(m, steps)
         if look_below_s is not None and m.data_ms + m.compute_ms >= 1e3 * look_below_s:
@@ -201,9 +190,7 @@ class World:
     def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
         """Several get in each other's way a little; so many at once, the next when one has ended."""
         start_s = self.clock_s
-        runs = [
-            self._run(one.changes, one.steps, Trial(timeout_s=timeout_s), fingerprints=True) for one in wanted
-        ]
+        runs = [self._run(one.changes, one.steps, Trial(timeout_s=timeout_s), fingerprints=True) for one in wanted]
         ends_s = [0.0] * at_once
         for run in runs:
             heapq.heapreplace(ends_s, ends_s[0] + (1.4 if len(runs) > 1 else 1.0) * run.seconds)
@@ -229,9 +216,7 @@ class World:
             scale = pace * self._random.lognormal(0, self.step_noise)
             wall, parts = 0.0, []
             for name, host, idle, busy in spans:
-                parts.append(
-                    Span(name=name, start_ms=wall, host_ms=host * scale, gpu_idle_ms=idle, gpu_busy_ms=busy)
-                )
+                parts.append(Span(name=name, start_ms=wall, host_ms=host * scale, gpu_idle_ms=idle, gpu_busy_ms=busy))
                 wall += host * scale
             made.append(Step(index=index, start_s=at_s, wall_ms=wall, spans=tuple(parts), samples=m.batch))
             at_s += wall / 1e3
@@ -260,12 +245,7 @@ class World:
             workers=(self._worker(m),),
         )
         gpu = GpuSample(
-            index=0,
-            uuid="GPU-0",
-            name="NVIDIA H200",
-            sm_active_pct=85.0,
-            memory_total_bytes=140 << 30,
-            power_w=300.0,
+            index=0, uuid="GPU-0", name="NVIDIA H200", sm_active_pct=85.0, memory_total_bytes=140 << 30, power_w=300.0
         )
         samples = []
         for time_s, used in ((100.0, 8), (100.1, 8 + self.host_gib)):
@@ -321,9 +301,7 @@ class World:
         reseeded = any(change.name in ("loader", "num_workers") for change in changes)
         return tuple(
             ProofStep(
-                inputs=(f"{step}{'r' if reseeded else ''}",),
-                indices=((2 * step, 2 * step + 1),),
-                loss=float(loss),
+                inputs=(f"{step}{'r' if reseeded else ''}",), indices=((2 * step, 2 * step + 1),), loss=float(loss)
             )
             for step, loss in enumerate(losses)
         )

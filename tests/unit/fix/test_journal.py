@@ -75,9 +75,7 @@ def world_in(folder: Path, **more: Any) -> Recording:
     return world
 
 
-def fix(
-    world: Recording, place: Path, *, budget_s: float = LONG_S, wishes: Wishes | None = None
-) -> FixResult:
+def fix(world: Recording, place: Path, *, budget_s: float = LONG_S, wishes: Wishes | None = None) -> FixResult:
     place.mkdir(exist_ok=True)
     runner = Journal(world, place, {}, {}, read=read_again)
     result = Search(runner, wishes or Wishes(), budget_s=budget_s, clock=world.clock).run()
@@ -126,9 +124,7 @@ def test_a_fix_may_be_interrupted_again_and_again(tmp_path: Path) -> None:
     assert decided(result) == decided(expected)
 
 
-def test_after_a_spent_budget_only_what_was_not_tried_runs_and_the_end_is_measured_anew(
-    tmp_path: Path,
-) -> None:
+def test_after_a_spent_budget_only_what_was_not_tried_runs_and_the_end_is_measured_anew(tmp_path: Path) -> None:
     place = tmp_path / "journal"
     first, second = world_in(tmp_path / "first"), world_in(tmp_path / "second")
     cut_short = fix(first, place, budget_s=110)
@@ -162,9 +158,7 @@ def test_a_run_that_had_less_time_than_there_is_now_is_made_again(tmp_path: Path
     for timeout_s, started in ((60.0, 1), (60.0, 0), (600.0, 1), (300.0, 0)):
         world = world_in(runs, hang=frozenset({"loader"}))
         loader = Change(name="loader", value="elastic", safety="reseeded")
-        assert (
-            Journal(world, place, {}, {}, read=read_again).run((loader,), 48, Trial(timeout_s=timeout_s)).hung
-        )
+        assert Journal(world, place, {}, {}, read=read_again).run((loader,), 48, Trial(timeout_s=timeout_s)).hung
         assert len(world.started) == started
         shutil.rmtree(runs, ignore_errors=True)
 
@@ -192,9 +186,7 @@ def unfinished_fix(command: list[str], folder: Path = Path("flatout-runs/1-fix")
     place = folder / UNFINISHED
     place.mkdir(parents=True)
     world = world_in(folder / "runs")
-    Journal(world, place, basis_of(command), {"only": "loader"}, read=read_again).run(
-        (), 48, Trial(timeout_s=60)
-    )
+    Journal(world, place, basis_of(command), {"only": "loader"}, read=read_again).run((), 48, Trial(timeout_s=60))
     return folder
 
 
@@ -206,9 +198,7 @@ def test_the_last_unfinished_fix_of_a_command_is_found(command: list[str]) -> No
     assert to_resume(command, runs).folder == newer
     assert to_resume(command, runs).options == {"only": "loader"}
     assert to_resume(command, runs, older).folder == older
-    with pytest.raises(
-        UsageError, match=r"2-fix cannot be resumed: it is of another command: python train\.py$"
-    ):
+    with pytest.raises(UsageError, match=r"2-fix cannot be resumed: it is of another command: python train\.py$"):
         to_resume(command, runs, other)
     assert can_resume(newer)
 
@@ -253,9 +243,7 @@ def test_another_torch_in_the_command_shows_when_it_has_run(tmp_path: Path) -> N
         runner = Journal(world_in(tmp_path / version, facts=facts), place, {}, {}, read=read_again)
         if asked == 49:
             runner.run((), 48, Trial(timeout_s=60))
-            with pytest.raises(
-                UsageError, match=r"trained with torch 2\.1 on NVIDIA H200, and does with torch 2\.2"
-            ):
+            with pytest.raises(UsageError, match=r"trained with torch 2\.1 on NVIDIA H200, and does with torch 2\.2"):
                 runner.run((), asked, Trial(timeout_s=60))
         else:
             runner.run((), asked, Trial(timeout_s=60))

@@ -93,9 +93,7 @@ def test_at_least_one_evaluation_is_left(settings: dict[str, int], value: int | 
     world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag(name, every, **dict(others))])
     seen = View(trace=(made := world.run((), 330, Trial(timeout_s=60)).trace), first=made)
     changes = [change for offer in offers(seen, Wishes.of(allow="all"))[0] for change in offer.changes]
-    assert [change.value for change in changes if change.name == "eval_interval"] == (
-        [value] if value else []
-    )
+    assert [change.value for change in changes if change.name == "eval_interval"] == ([value] if value else [])
 
 
 def test_threads_of_workers_are_limited_where_the_loader_is_not_replaced() -> None:
@@ -103,8 +101,7 @@ def test_threads_of_workers_are_limited_where_the_loader_is_not_replaced() -> No
     crowded = view(World(machine=Machine(data_ms=80.0)))
     worker = ProcessSample(pid=7, role="worker", name="python", cpu_pct=50.0, threads=18)
     samples = {
-        host: tuple(replace(s, processes=(worker,)) for s in seen)
-        for host, seen in crowded.trace.samples.items()
+        host: tuple(replace(s, processes=(worker,)) for s in seen) for host, seen in crowded.trace.samples.items()
     }
     crowded = replace(crowded, trace=replace(crowded.trace, samples=samples))
     assert "worker_threads" in [finding.change for finding in crowded.findings]
@@ -122,16 +119,12 @@ def test_workers_are_kept_over_epochs_beside_the_elastic_loader_if_that_is_allow
     # GIVEN a training that starts its workers again and again
     world = view(World(machine=Machine(data_ms=80.0)))
     rank = with_loader(world.trace, persistent_workers=False).ranks[0]
-    window = replace(
-        rank.windows[0], spans_ms={**rank.windows[0].spans_ms, "loader start": Sketch.of([40.0] * 48)}
-    )
+    window = replace(rank.windows[0], spans_ms={**rank.windows[0].spans_ms, "loader start": Sketch.of([40.0] * 48)})
     trace = replace(world.trace, ranks=(replace(rank, windows=(window,)),))
     starting = View(trace=trace, first=trace)
     assert "data.worker-start" in [finding.code for finding in starting.findings]
     for allow, expected in (("", False), ("persistent-workers", True)):
-        names = [
-            change.name for offer in offers(starting, Wishes.of(allow=allow))[0] for change in offer.changes
-        ]
+        names = [change.name for offer in offers(starting, Wishes.of(allow=allow))[0] for change in offer.changes]
         assert "loader" in names
         assert ("persistent_workers" in names) == expected
 
@@ -141,11 +134,7 @@ def test_no_worker_is_offered_where_the_loop_writes_to_its_dataset() -> None:
     rank = starved.trace.ranks[0]
     loader = replace(rank.facts.loaders[0], written="Pictures, size")
     writes = replace(starved.trace, ranks=(replace(rank, facts=replace(rank.facts, loaders=(loader,))),))
-    names = {
-        change.name
-        for offer in offers(replace(starved, trace=writes), Wishes())[0]
-        for change in offer.changes
-    }
+    names = {change.name for offer in offers(replace(starved, trace=writes), Wishes())[0] for change in offer.changes}
     assert not names & {"loader", "num_workers", "prefetch_factor"}
 
 
@@ -166,9 +155,7 @@ def test_gpu_transforms_are_offered_where_the_elastic_loader_is_still_behind() -
     assert (change.value, change.safety) == (True, "equivalent")
     assert "gpu_transforms" not in offered(world), "first it is seen what the loader brings"
     assert "gpu_transforms" not in offered(World(machine=Machine(data_ms=0.0), facts=PICTURES), kept=ours)
-    assert "gpu_transforms" not in offered(World(machine=Machine(data_ms=80.0)), kept=ours), (
-        "no pictures were seen"
-    )
+    assert "gpu_transforms" not in offered(World(machine=Machine(data_ms=80.0)), kept=ours), "no pictures were seen"
     by_itself = World(machine=Machine(data_ms=80.0), facts=PICTURES, settings=[flag("augment_on", "cpu")])
     assert "gpu_transforms" not in offered(by_itself, kept=ours), "the script has a switch of its own"
 
@@ -232,9 +219,7 @@ def test_a_setting_without_effect_is_offered_as_a_change() -> None:
 
 @pytest.mark.parametrize("workers", [8, 64])
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_data_path_that_promises_little_goes_with_compute_and_compiling_alone(
-    asked: bool, workers: int
-) -> None:
+def test_a_data_path_that_promises_little_goes_with_compute_and_compiling_alone(asked: bool, workers: int) -> None:
     world = World(
         workers=workers,
         settings=[flag("amp", True, compile_model=asked)],
@@ -243,26 +228,17 @@ def test_a_data_path_that_promises_little_goes_with_compute_and_compiling_alone(
     )
     wanted, _ = offers(view(world), Wishes())
     names = [[change.name for change in offer.changes] for offer in wanted if offer.promise >= 1.02]
-    fed = (
-        ["loader", "device_prefetch"] if workers == 64 else []
-    )  # too many: no offer of its own, but it goes along
+    fed = ["loader", "device_prefetch"] if workers == 64 else []  # too many: no offer of its own, but it goes along
     assert names == [[*fed, "precision", "cudnn_benchmark"], ["compile"]]
 
 
 def test_a_data_path_that_promises_little_goes_with_a_larger_batch_where_that_is_allowed() -> None:
-    settings, facts = (
-        [flag("batch_size", 64), flag("lr", 0.1)],
-        {"memory_reserved_bytes": 1, "compiled": True},
-    )
+    settings, facts = [flag("batch_size", 64), flag("lr", 0.1)], {"memory_reserved_bytes": 1, "compiled": True}
     world = World(workers=64, settings=settings, facts=facts, xray=LAUNCHES)
     wanted, withheld = offers(view(world), Wishes.of(allow="all"))
     names = ["loader", "device_prefetch", "batch_size", "learning_rate"]
     assert [[change.name for change in offer.changes] for offer in wanted] == [names]
-    assert [[change.name for change in part.changes] for part in wanted[0].parts] == [
-        names[:1],
-        names[1:2],
-        names[2:],
-    ]
+    assert [[change.name for change in part.changes] for part in wanted[0].parts] == [names[:1], names[1:2], names[2:]]
     assert not withheld
     wanted, withheld = offers(view(world), Wishes())
     assert [[change.name for change in offer.changes] for offer in wanted] == [names[:2]]
@@ -271,9 +247,7 @@ def test_a_data_path_that_promises_little_goes_with_a_larger_batch_where_that_is
 
 ELASTIC = Change(name="loader", value="elastic", safety="identical")
 DEFAULT = Change(name="compile", value="default", safety="equivalent")
-LATE = {
-    "idle_by_phase_ms": {"forward": 10.0, "backward": 10.0}
-}  # of 160 ms, among kernels that are not small
+LATE = {"idle_by_phase_ms": {"forward": 10.0, "backward": 10.0}}  # of 160 ms, among kernels that are not small
 
 
 @pytest.mark.parametrize(
@@ -281,21 +255,15 @@ LATE = {
 )
 def test_once_compiled_the_next_mode_is_tried(xray: dict[str, Any], next_mode: str) -> None:
     world = World(facts={"compiled": True}, xray=xray)
-    assert (
-        offered(world, kept=[DEFAULT], tried={("compile", "default"): "kept"})["compile"].value == next_mode
-    )
+    assert offered(world, kept=[DEFAULT], tried={("compile", "default"): "kept"})["compile"].value == next_mode
     assert "compile" not in offered(world)  # by the script itself
 
 
 def test_once_compiled_graphs_come_before_what_changes_learning() -> None:
     world = World(
-        settings=[flag("batch_size", 64)],
-        facts={"memory_reserved_bytes": 4 << 30, "compiled": True},
-        xray=LAUNCHES,
+        settings=[flag("batch_size", 64)], facts={"memory_reserved_bytes": 4 << 30, "compiled": True}, xray=LAUNCHES
     )
-    wanted, _ = offers(
-        view(world, kept=[DEFAULT], tried={("compile", "default"): "kept"}), Wishes.of(allow="all")
-    )
+    wanted, _ = offers(view(world, kept=[DEFAULT], tried={("compile", "default"): "kept"}), Wishes.of(allow="all"))
     assert [offer.changes[0].name for offer in wanted] == ["compile", "batch_size"]
 
 
@@ -312,9 +280,7 @@ def test_where_the_gpu_waits_for_launches_graphs_are_the_first_way_to_compile() 
 
 
 def test_launches_that_no_graph_would_spare_are_no_reason_to_compile() -> None:
-    assert "compile" not in offered(
-        World(facts={"compiled": False}, xray={"idle_by_phase_ms": {"copy": 60.0}})
-    )
+    assert "compile" not in offered(World(facts={"compiled": False}, xray={"idle_by_phase_ms": {"copy": 60.0}}))
 
 
 def test_several_ranks_are_compiled_before_they_are_captured() -> None:
@@ -386,10 +352,7 @@ def test_a_larger_batch_is_not_offered_where_the_elastic_loader_brings_no_more_s
 
 def test_a_batch_is_never_made_so_large_that_an_epoch_has_few_steps() -> None:
     world = World(
-        settings=[flag("batch_size", 64)],
-        facts={"memory_reserved_bytes": 1 << 30},
-        xray=LAUNCHES,
-        length=64 * 9,
+        settings=[flag("batch_size", 64)], facts={"memory_reserved_bytes": 1 << 30}, xray=LAUNCHES, length=64 * 9
     )
     assert "batch_size" not in offered(world, Wishes.of(allow="all"))
 
@@ -405,19 +368,14 @@ def test_a_batch_is_never_made_so_large_that_an_epoch_has_few_steps() -> None:
     ],
 )
 def test_wishes_are_kept(wishes: Wishes, names: set[str]) -> None:
-    world = World(
-        machine=Machine(data_ms=80.0), workers=0, facts={"autocast": ["None"]}, xray={"tensor_core_ms": 0.0}
-    )
+    world = World(machine=Machine(data_ms=80.0), workers=0, facts={"autocast": ["None"]}, xray={"tensor_core_ms": 0.0})
     assert set(offered(world, wishes)) == names
 
 
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        (
-            {"allow": "batchsize"},
-            "--allow: there is no change or class called batchsize (did you mean batch-size?)",
-        ),
+        ({"allow": "batchsize"}, "--allow: there is no change or class called batchsize (did you mean batch-size?)"),
         ({"skip": "qqq"}, "--skip: there is no change or class called qqq (there are loader, "),
     ],
 )

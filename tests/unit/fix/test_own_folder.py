@@ -35,9 +35,7 @@ def test_what_a_killed_one_has_left_goes_and_what_is_in_use_stays(
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", HOLD], stdin=pipe, stdout=pipe, text=True) as living:
         with subprocess.Popen([sys.executable, "-c", HOLD], stdin=pipe, stdout=pipe, text=True) as killed:
-            in_use, left = (
-                Path(process.stdout.readline().strip()) for process in (living, killed) if process.stdout
-            )
+            in_use, left = (Path(process.stdout.readline().strip()) for process in (living, killed) if process.stdout)
             killed.kill()
         assert left.is_dir()
         with own_folder() as folder:
@@ -50,9 +48,7 @@ def test_what_a_killed_one_has_left_goes_and_what_is_in_use_stays(
 def test_the_run_of_a_killed_one_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as killed:
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as killed:
         assert killed.stdout is not None
         left = Path(killed.stdout.readline().decode().strip())
         killed.kill()

@@ -16,9 +16,7 @@ from flatout.fix.runs import Drift, ProofStep, Run, WeightMove
 BATCH = 4
 
 
-def proof_run(
-    losses: Sequence[float | None], *, inputs: str = "", indices: Sequence[tuple[int, ...]] = ()
-) -> Run:
+def proof_run(losses: Sequence[float | None], *, inputs: str = "", indices: Sequence[tuple[int, ...]] = ()) -> Run:
     steps = tuple(
         ProofStep(
             inputs=(f"{inputs}{n}",),
@@ -52,10 +50,7 @@ def test_other_random_numbers_in_the_same_samples_are_reseeded() -> None:
 def test_a_loss_that_differs_by_chance_gets_a_note() -> None:
     """GIVEN losses so noisy that thirty of them say little."""
     noisy = learning(60, seed=3, noise=1.0)
-    proofs = [
-        same_batches(proof_run(learning(60, seed=n, noise=1.0)), proof_run(noisy, inputs="o"))
-        for n in range(9)
-    ]
+    proofs = [same_batches(proof_run(learning(60, seed=n, noise=1.0)), proof_run(noisy, inputs="o")) for n in range(9)]
     said = [proof.text for proof in proofs if "by chance" in proof.text]
     assert said
     assert all(proof.standing == "reseeded" for proof in proofs if "by chance" in proof.text)
@@ -68,9 +63,7 @@ def test_a_prefetcher_that_fetches_ahead_is_no_difference() -> None:
     (steps,) = plain.proof
     ahead = [replace(step, indices=()) for step in steps]
     ahead[0] = replace(steps[0], indices=tuple(step.indices[0] for step in steps[:3]))
-    ahead[1:-2] = [
-        replace(step, indices=later.indices) for step, later in zip(steps[1:-2], steps[3:], strict=True)
-    ]
+    ahead[1:-2] = [replace(step, indices=later.indices) for step, later in zip(steps[1:-2], steps[3:], strict=True)]
     assert same_batches(plain, replace(plain, proof=(tuple(ahead),))).standing == "identical"
 
 
@@ -92,9 +85,7 @@ def shuffled(seed: int) -> list[tuple[int, ...]]:
 def test_samples_that_no_longer_draw_in_the_training_process_reshuffle_later_epochs() -> None:
     """GIVEN epochs of 20 batches, THEN the first has to be the same, and the others shuffles of it."""
     before = passes_run([shuffled(0), shuffled(1), shuffled(2)[:10]], "here")
-    proof = same_batches(
-        before, passes_run([shuffled(0), shuffled(3), shuffled(4)[:10]], "elsewhere", "other")
-    )
+    proof = same_batches(before, passes_run([shuffled(0), shuffled(3), shuffled(4)[:10]], "elsewhere", "other"))
     assert proof.standing == "reseeded"
     assert "in the same order in the first epoch, and shuffled by other random numbers after it" in proof.text
 
@@ -105,14 +96,8 @@ def test_samples_that_no_longer_draw_in_the_training_process_reshuffle_later_epo
         ([shuffled(3), shuffled(1), shuffled(2)], "elsewhere"),  # the first epoch is another
         ([shuffled(0), shuffled(3)[:-1], shuffled(2)], "elsewhere"),  # a batch is left out
         ([shuffled(0), [*shuffled(3)[:-1], shuffled(3)[0]], shuffled(2)], "elsewhere"),  # one comes twice
-        (
-            [shuffled(0), [shuffled(3)[0][:-1], *shuffled(3)[1:]], shuffled(2)],
-            "elsewhere",
-        ),  # a sample is missing
-        (
-            [shuffled(0), [tuple(n + 80 for n in b) for b in shuffled(3)], shuffled(2)],
-            "elsewhere",
-        ),  # of other data
+        ([shuffled(0), [shuffled(3)[0][:-1], *shuffled(3)[1:]], shuffled(2)], "elsewhere"),  # a sample is missing
+        ([shuffled(0), [tuple(n + 80 for n in b) for b in shuffled(3)], shuffled(2)], "elsewhere"),  # of other data
         ([shuffled(0), shuffled(3), shuffled(2)], "here"),  # nothing there explains another order
     ],
 )
@@ -168,14 +153,8 @@ def test_other_random_numbers_may_change_the_loss_a_little_and_the_same_bytes_ma
     higher = [loss * 1.03 for loss in losses]
     assert same_batches(proof_run(losses), proof_run(higher, inputs="other")).standing == "reseeded"
     assert same_batches(proof_run(losses), proof_run(higher)).standing == "failed"
-    assert (
-        same_batches(proof_run(losses), proof_run([1.1 * x for x in losses], inputs="other")).standing
-        == "failed"
-    )
-    plain, again = (
-        proof_run(losses),
-        proof_run([loss * 1.015 for loss in losses]),
-    )  # the machine itself is not so sure
+    assert same_batches(proof_run(losses), proof_run([1.1 * x for x in losses], inputs="other")).standing == "failed"
+    plain, again = proof_run(losses), proof_run([loss * 1.015 for loss in losses])  # the machine itself is not so sure
     assert same_batches(plain, proof_run(higher), again).standing == "identical"
 
 
@@ -211,9 +190,7 @@ def test_a_loss_that_is_no_number_fails() -> None:
 def rounding(losses: np.ndarray, seed: int) -> np.ndarray:
     """bf16: an error of a few ten-thousandths in each loss, and a path that strays slowly."""
     rng = np.random.default_rng(1000 + seed)
-    return losses * (
-        1 + 3e-4 * rng.normal(size=len(losses)) + 1e-4 * np.cumsum(rng.normal(size=len(losses))) / 5
-    )
+    return losses * (1 + 3e-4 * rng.normal(size=len(losses)) + 1e-4 * np.cumsum(rng.normal(size=len(losses))) / 5)
 
 
 def test_other_rounding_passes() -> None:
@@ -255,17 +232,13 @@ def test_where_the_machine_itself_differs_from_run_to_run_its_noise_is_the_margi
     losses = learning(220)
     rng = np.random.default_rng(5)
     by_how_much = (0.02, 0.2, 0.012, 0.05)
-    again, chaos, changed, wrong = (
-        proof_run(losses * (1 + by + 0.01 * rng.normal(size=220))) for by in by_how_much
-    )
+    again, chaos, changed, wrong = (proof_run(losses * (1 + by + 0.01 * rng.normal(size=220))) for by in by_how_much)
     assert not same_loss(proof_run(losses), changed).holds
     with_repeat = same_loss(proof_run(losses), changed, again)
     assert with_repeat.standing == "equivalent"
     assert "margin 2.4%: left to itself, the same plan makes 2.4%" in with_repeat.text
     assert same_loss(proof_run(losses), wrong, again).standing == "failed"
-    assert same_loss(proof_run(losses), wrong, chaos).standing == "failed", (
-        "beside the same weights 3% are enough"
-    )
+    assert same_loss(proof_run(losses), wrong, chaos).standing == "failed", "beside the same weights 3% are enough"
     for broken in (learning(40), np.full(220, np.nan)):
         assert not same_loss(proof_run(losses), changed, proof_run(broken)).holds
 
@@ -314,10 +287,7 @@ def test_a_few_of_those_steps_may_be_odd() -> None:
         ({"drift": 0.1, "coherence": 2.5}, "head.weight goes elsewhere, by 10% of its way"),
         ({"drift": 1.0, "coherence": 1.2, "length": 0.0}, "head.weight moves 0.00 as far"),
         ({"drift": 1.0, "coherence": 1.2, "length": 0.0, "dims": 1}, "head.weight moves 0.00 as far"),
-        (
-            {"drift": 1.0, "coherence": 1.2, "length": 0.0, "dims": 1, "pace": 0.06},
-            "",
-        ),  # a bias before a norm
+        ({"drift": 1.0, "coherence": 1.2, "length": 0.0, "dims": 1, "pace": 0.06}, ""),  # a bias before a norm
         ({"drift": 1.0, "coherence": 1.2, "length": 0.2, "dims": 1}, ""),  # and one that rounding moves less
         ({"drift": 0.5, "coherence": 2.5, "size": 4}, ""),  # of four numbers chance makes as much
     ],
@@ -361,9 +331,7 @@ def test_runs_that_broke_off_prove_nothing(compare: Callable[[Run, Run], Any]) -
     lost = compare(whole, cut)
     assert (lost.standing, lost.text) == ("failed", "training ends after 210 steps instead of 220")
     assert compare(replace(cut, code=1), whole).standing == "not proven"
-    assert compare(replace(whole, code=3), replace(whole, code=3)).holds, (
-        "that is how the command ends by itself"
-    )
+    assert compare(replace(whole, code=3), replace(whole, code=3)).holds, "that is how the command ends by itself"
     refused = compare(whole, replace(whole, refused={"compile": "no compiler"}))
     assert (refused.standing, refused.text) == (
         "not proven",
@@ -400,16 +368,11 @@ def test_a_stream_has_no_samples_to_compare() -> None:
 
 
 @pytest.mark.parametrize(("critic", "generator", "standing"), [(1, 1, "equivalent"), (0.8, 1.4, "failed")])
-def test_errors_of_two_losses_do_not_make_up_for_each_other(
-    critic: float, generator: float, standing: str
-) -> None:
+def test_errors_of_two_losses_do_not_make_up_for_each_other(critic: float, generator: float, standing: str) -> None:
     def trained(*times: float) -> Run:
         both = [learning(220, seed) * part for seed, part in enumerate((2 * times[0], times[1]))]
         (steps,) = proof_run(np.mean(both, axis=0)).proof
-        apart = (
-            replace(step, losses=tuple(pair))
-            for step, pair in zip(steps, zip(*both, strict=True), strict=True)
-        )
+        apart = (replace(step, losses=tuple(pair)) for step, pair in zip(steps, zip(*both, strict=True), strict=True))
         return Run(changes=(), code=0, seconds=1.0, proof=(tuple(apart),))
 
     def mean_alone(run: Run) -> Run:

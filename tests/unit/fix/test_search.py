@@ -29,10 +29,7 @@ from flatout.trace import Sketch, Trace, WorkerReport
 from flatout.trace.downsample import window_of
 
 IN_FP32 = {"autocast": ["None"], "compiled": True}
-LAUNCHES = {
-    "idle_by_phase_ms": {"forward": 60.0},
-    "kernel_us": Sketch.of([3.0] * 100),
-}  # the host is the limit
+LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] * 100)}  # the host is the limit
 ALL = Wishes.of(allow="all")
 
 
@@ -74,9 +71,7 @@ def test_a_training_that_crashes_after_some_steps_gets_a_remark() -> None:
             return replace(super().run(changes, steps, trial), code=1, output="RuntimeError: boom")
 
     found = fix(Crashing())
-    assert found.remarks == [
-        "the command does not end well without any change: exit code 1: RuntimeError: boom"
-    ]
+    assert found.remarks == ["the command does not end well without any change: exit code 1: RuntimeError: boom"]
 
 
 def test_a_training_that_crashes_before_it_can_be_measured_is_no_baseline() -> None:
@@ -145,9 +140,7 @@ def test_changes_to_computing_are_decided_in_one_run() -> None:
     facts = IN_FP32 | {"channels_last": False, "optimizer_fused": False}
     found = fix(World(facts=facts, effects=effects))
     assert kept(found) == {"precision": "bf16", "fused_optimizer": True}
-    gains = {
-        attempt.change.name: attempt.gain.value for attempt in found.attempts if attempt.gain is not None
-    }
+    gains = {attempt.change.name: attempt.gain.value for attempt in found.attempts if attempt.gain is not None}
     assert gains == pytest.approx({"precision": 2.0, "channels_last": 1.0, "fused_optimizer": 1.1})
     assert found.trials[1].what == "precision bf16 + channels_last + fused_optimizer, in turns"
     assert found.trials[1].speed is not None
@@ -177,9 +170,7 @@ def test_a_run_that_ends_before_all_had_their_turns_is_made_once_more_as_one() -
 
 
 def test_what_gives_nothing_is_undone_and_says_so() -> None:
-    world = World(
-        facts=IN_FP32, effects={"precision": lambda m, _: replace(m, compute_ms=0.995 * m.compute_ms)}
-    )
+    world = World(facts=IN_FP32, effects={"precision": lambda m, _: replace(m, compute_ms=0.995 * m.compute_ms)})
     found = fix(world)
     assert found.kept == ()
     assert verdicts(found)["precision"] == "undone"
@@ -190,21 +181,15 @@ def test_what_gives_nothing_is_undone_and_says_so() -> None:
 def test_luck_is_not_believed() -> None:
     """Machines whose runs differ by a tenth, and changes that do nothing, however often it looks as if they did."""
     idle = {"precision": lambda m, _: m}
-    found = [
-        fix(World(facts=IN_FP32, run_noise=0.10, seed=seed, effects=idle), budget_s=3600) for seed in range(8)
-    ]
+    found = [fix(World(facts=IN_FP32, run_noise=0.10, seed=seed, effects=idle), budget_s=3600) for seed in range(8)]
     assert sum(bool(one.kept) for one in found) <= 2
     assert all(one.noise is not None for one in found)
-    unsteady = [
-        any(remark.startswith("runs of the same plan vary by ±") for remark in one.remarks) for one in found
-    ]
+    unsteady = [any(remark.startswith("runs of the same plan vary by ±") for remark in one.remarks) for one in found]
     assert sum(unsteady) >= 2
 
 
 def test_what_looks_promising_is_settled_before_anything_else_is_tried() -> None:
-    found = fix(
-        World(machine=Machine(data_ms=4.6), workers=0), Wishes.of(skip="device-prefetch"), budget_s=3600
-    )
+    found = fix(World(machine=Machine(data_ms=4.6), workers=0), Wishes.of(skip="device-prefetch"), budget_s=3600)
     tried = [trial.what for trial in found.trials]
     assert tried[1] == "elastic loader"
     assert "is close" in tried[2]
@@ -244,9 +229,7 @@ def test_what_could_not_be_told_from_noise_gets_one_more_chance_when_time_is_lef
     lines: list[str] = []
     listener = ProgressListener()
     listener.say = lines.append  # type: ignore[method-assign]
-    found = fix(
-        World(facts=IN_FP32, run_noise=0.10, effects=gain_of_a_tenth), budget_s=3600, progress=listener
-    )
+    found = fix(World(facts=IN_FP32, run_noise=0.10, effects=gain_of_a_tenth), budget_s=3600, progress=listener)
     assert "precision bf16: to be tried again when nothing else is left" in lines
     assert sum("precision bf16" in trial.what and "proof" not in trial.what for trial in found.trials) >= 3
     assert sorted(attempt.change.value for attempt in found.attempts) == ["bf16", "tf32"]  # each is told once
@@ -390,9 +373,7 @@ def test_the_gain_of_rarer_pauses_is_what_they_took_however_much_the_machine_dri
 @pytest.mark.parametrize("first", [False, True])
 def test_an_evaluation_in_five_takes_a_fifth_whichever_falls_into_the_trial(first: bool) -> None:
     """GIVEN one of 2 s after 300 steps of 20 ms, THEN the gain is that of a long training: (6.6 + 2) to (6.6 + 0.4)."""
-    world = World(
-        machine=Machine(eval_s=2.0, eval_first=first), length=19_200, settings=[flag("eval_every", 1)]
-    )
+    world = World(machine=Machine(eval_s=2.0, eval_first=first), length=19_200, settings=[flag("eval_every", 1)])
     found = fix(world, ALL)
     assert kept(found) == {"eval_interval": 5}
     assert found.gain is not None
@@ -400,9 +381,7 @@ def test_an_evaluation_in_five_takes_a_fifth_whichever_falls_into_the_trial(firs
 
 
 def test_an_interval_that_does_nothing_is_found_out() -> None:
-    world = World(
-        machine=Machine(eval_s=2.0, eval_knob=False), length=19_200, settings=[flag("eval_every", 1)]
-    )
+    world = World(machine=Machine(eval_s=2.0, eval_knob=False), length=19_200, settings=[flag("eval_every", 1)])
     found = fix(world, ALL)
     assert not found.kept
     assert [a.outcome.note for a in found.attempts] == ["in a trial there are as many pauses as before"]
@@ -437,9 +416,7 @@ class LongEpochs(World):
         if run.seconds <= (trial.timeout_s or 0.0):
             return run
         self.clock_s = began_s + (trial.timeout_s or 0.0)
-        return Run(
-            changes=tuple(changes), code=launcher.TIMED_OUT, seconds=(trial.timeout_s or 0.0), output=""
-        )
+        return Run(changes=tuple(changes), code=launcher.TIMED_OUT, seconds=(trial.timeout_s or 0.0), output="")
 
 
 class Stream(World):
@@ -461,11 +438,7 @@ def test_rarer_evaluation_of_a_stream_is_compared_with_its_pauses() -> None:
 
 
 def test_an_epoch_that_there_is_no_time_for_is_not_begun() -> None:
-    machine: dict[str, Any] = {
-        "machine": Machine(eval_s=1.5),
-        "length": 200 * 64,
-        "settings": [flag("eval_every", 1)],
-    }
+    machine: dict[str, Any] = {"machine": Machine(eval_s=1.5), "length": 200 * 64, "settings": [flag("eval_every", 1)]}
     found = fix(LongEpochs(**machine), ALL, budget_s=300)
     assert [trial.what for trial in found.trials] == ["the command as it is"]
     enough = re.search(r"eval_interval 5: --budget (\d+)m would do", found.stopped)
@@ -484,10 +457,7 @@ def test_rarer_evaluation_shows_through_steps_and_runs_that_differ() -> None:
 
 def test_the_budget_is_kept_and_what_was_not_tried_is_named() -> None:
     world = World(
-        machine=Machine(data_ms=80.0),
-        workers=0,
-        facts=IN_FP32 | {"compiled": False},
-        xray={"tensor_core_ms": 0.0},
+        machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32 | {"compiled": False}, xray={"tensor_core_ms": 0.0}
     )
     found = fix(world, budget_s=100)
     assert found.seconds <= 100 * 1.1
@@ -546,9 +516,7 @@ def test_a_budget_that_would_do_has_time_to_tune_kernels(monkeypatch: pytest.Mon
 def test_four_minutes_are_enough_for_everything() -> None:
     """Loader, precision, layout, fused optimizer, compile, batch size and evaluation, where a run starts in 10 s."""
     world = World(
-        machine=Machine(
-            data_ms=60.0, eval_s=1.5, facts=IN_FP32 | {"compiled": False, "channels_last": False}
-        ),
+        machine=Machine(data_ms=60.0, eval_s=1.5, facts=IN_FP32 | {"compiled": False, "channels_last": False}),
         workers=0,
         length=38_400,
         settings=[flag("batch_size", 64, lr=1e-3, eval_every=1)],
@@ -605,17 +573,10 @@ LARGER_BATCH = {"batch_size": 512, "learning_rate": 0.001414}
 
 
 @pytest.mark.parametrize(("minutes", "more", "gain"), [(4, {}, 2 * 1.2), (6, LARGER_BATCH, 2 * 1.2 / 0.95)])
-def test_four_minutes_do_for_a_large_step_that_is_compiled(
-    minutes: int, more: dict[str, Any], gain: float
-) -> None:
+def test_four_minutes_do_for_a_large_step_that_is_compiled(minutes: int, more: dict[str, Any], gain: float) -> None:
     """THEN all is found that shows in one run; a batch that brings 5% takes repeats, and six minutes."""
     found = fix(captcha(), ALL, budget_s=60 * minutes)
-    expected = {
-        "loader": "elastic",
-        "device_prefetch": True,
-        "precision": "bf16",
-        "compile": "reduce-overhead",
-    }
+    expected = {"loader": "elastic", "device_prefetch": True, "precision": "bf16", "compile": "reduce-overhead"}
     assert kept(found) == expected | more
     assert found.gain is not None
     assert found.gain.value == pytest.approx(gain, rel=0.03)
@@ -632,9 +593,7 @@ def test_where_compiling_changes_the_loss_the_rest_is_proven_without_it() -> Non
             return tuple(replace(step, loss=wrong * step.loss) for step in super()._proof(changes, steps))
 
     calm = captcha()
-    found = fix(
-        Misrounded(**{field.name: getattr(calm, field.name) for field in fields(calm)}), ALL, budget_s=240
-    )
+    found = fix(Misrounded(**{field.name: getattr(calm, field.name) for field in fields(calm)}), ALL, budget_s=240)
     assert verdicts(found)["compile"] == "unsafe"
     assert {"precision", "loader"} <= set(kept(found))
     assert [trial.what for trial in found.trials if trial.speed is None] == ["proof: 5 runs side by side"]
@@ -679,15 +638,10 @@ def test_what_there_is_no_time_for_does_not_stand_in_the_way_of_the_rest() -> No
 
 
 def test_an_interruption_leaves_what_is_known() -> None:
-    world = World(
-        machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32, xray={"tensor_core_ms": 0.0}, interrupt_at=3
-    )
+    world = World(machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32, xray={"tensor_core_ms": 0.0}, interrupt_at=3)
     found = fix(world)
     assert found.interrupted
-    assert kept(found) == {
-        "loader": "elastic",
-        "device_prefetch": True,
-    }  # rounding that was not looked at is not kept
+    assert kept(found) == {"loader": "elastic", "device_prefetch": True}  # rounding that was not looked at is not kept
     assert "interrupted before the proof" in found.plan.changes[0].note
 
 
@@ -782,9 +736,7 @@ def test_a_command_that_fails_without_any_change_is_a_usage_error() -> None:
     class Broken(World):
         def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
             run = super().run(changes, steps, trial)
-            return replace(
-                run, code=1, trace=None, speed=None, output="ModuleNotFoundError: No module named 'torchh'"
-            )
+            return replace(run, code=1, trace=None, speed=None, output="ModuleNotFoundError: No module named 'torchh'")
 
     with pytest.raises(UsageError, match=r"the command fails by itself: exit code 1: ModuleNotFoundError"):
         fix(Broken())
@@ -800,9 +752,7 @@ def test_a_command_that_is_too_slow_or_hangs_gets_a_message(steps: int, hint: st
             run = world.run(changes, steps, trial)
             return replace(run, code=launcher.TIMED_OUT, trace=world._trace(world.machine, steps))
 
-    with pytest.raises(
-        UsageError, match=f"had taken {steps} of 48 training steps when it was.*{re.escape(hint)}"
-    ):
+    with pytest.raises(UsageError, match=f"had taken {steps} of 48 training steps when it was.*{re.escape(hint)}"):
         fix(Hanging())
 
 
@@ -833,12 +783,7 @@ def test_a_command_that_flatout_cannot_look_into_says_why(tmp_path: Path) -> Non
         fix(Blind())
 
 
-STARVED_IN_FP32 = {
-    "machine": Machine(data_ms=80.0),
-    "workers": 0,
-    "facts": IN_FP32,
-    "xray": {"tensor_core_ms": 0.0},
-}
+STARVED_IN_FP32 = {"machine": Machine(data_ms=80.0), "workers": 0, "facts": IN_FP32, "xray": {"tensor_core_ms": 0.0}}
 
 
 class BreaksInTheEnd(World):
@@ -852,9 +797,7 @@ class BreaksInTheEnd(World):
 
     def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         if self.proving and changes:
-            return Run(
-                changes=tuple(changes), code=1, seconds=1.0, output="RuntimeError: an illegal memory access"
-            )
+            return Run(changes=tuple(changes), code=1, seconds=1.0, output="RuntimeError: an illegal memory access")
         return super().run(changes, steps, trial)
 
 
@@ -872,9 +815,7 @@ class OtherBytes(World):
 
     def _proof(self, changes: Sequence[Change], steps: int) -> Any:
         wrong = any(change.name == "device_prefetch" for change in changes)
-        return tuple(
-            replace(step, inputs=(f"{wrong}{step.inputs}",)) for step in super()._proof(changes, steps)
-        )
+        return tuple(replace(step, inputs=(f"{wrong}{step.inputs}",)) for step in super()._proof(changes, steps))
 
 
 def test_one_change_that_fails_its_proof_does_not_take_the_others_with_it() -> None:
@@ -892,11 +833,7 @@ class BreaksAlone(World):
 
     def _run(self, changes: Sequence[Change], steps: int, trial: Trial, *, fingerprints: bool = False) -> Run:
         run = super()._run(changes, steps, trial, fingerprints=fingerprints)
-        return (
-            replace(run, code=1, proof=(), output="OSError: no space")
-            if fingerprints and not changes
-            else run
-        )
+        return replace(run, code=1, proof=(), output="OSError: no space") if fingerprints and not changes else run
 
 
 def test_a_proof_whose_first_run_breaks_takes_no_more_of_them() -> None:
@@ -911,9 +848,7 @@ class NeverTheSameBytes(World):
 
     def _proof(self, changes: Sequence[Change], steps: int) -> Any:
         run = len(self.started)
-        return tuple(
-            replace(step, inputs=(f"{run}{step.inputs}",)) for step in super()._proof(changes, steps)
-        )
+        return tuple(replace(step, inputs=(f"{run}{step.inputs}",)) for step in super()._proof(changes, steps))
 
 
 def test_a_change_is_not_to_blame_for_bytes_that_differ_without_it_too() -> None:
@@ -974,13 +909,8 @@ def test_an_epoch_is_what_the_sampler_gives_not_what_the_dataset_has() -> None:
 
 
 def test_a_gain_that_was_not_measured_again_says_so() -> None:
-    found = [
-        fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=budget_s) for budget_s in (600, 100)
-    ]
-    said = [
-        any("no time was left to measure before and after" in remark for remark in one.remarks)
-        for one in found
-    ]
+    found = [fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=budget_s) for budget_s in (600, 100)]
+    said = [any("no time was left to measure before and after" in remark for remark in one.remarks) for one in found]
     assert [bool(one.kept) for one in found] == [True, True]
     assert said == [False, True]
 
@@ -994,9 +924,7 @@ def test_changes_that_pass_one_by_one_have_to_pass_together_too() -> None:
     """GIVEN two changes that each add 0.7% to the loss, where 1% is the margin."""
 
     def worse(changes: Sequence[Change], losses: np.ndarray) -> np.ndarray:
-        return losses * (
-            1 + 0.007 * len({"precision", "channels_last"} & {change.name for change in changes})
-        )
+        return losses * (1 + 0.007 * len({"precision", "channels_last"} & {change.name for change in changes}))
 
     found = fix(World(facts=IN_FP32 | {"channels_last": False}, effects=TURNED, teaches=worse))
     assert kept(found) == {"precision": "bf16"}
@@ -1012,9 +940,7 @@ def test_a_last_comparison_that_the_budget_cuts_off_says_nothing_against_what_wa
     """GIVEN that the proof takes one change away, and no time is left to measure the others by themselves."""
 
     class CutOff(World):
-        def _run(
-            self, changes: Sequence[Change], steps: int, trial: Trial, *, fingerprints: bool = False
-        ) -> Run:
+        def _run(self, changes: Sequence[Change], steps: int, trial: Trial, *, fingerprints: bool = False) -> Run:
             began_s = self.clock_s
             run = super()._run(changes, steps, trial, fingerprints=fingerprints)
             if run.seconds <= (trial.timeout_s or 0.0):
@@ -1026,9 +952,7 @@ def test_a_last_comparison_that_the_budget_cuts_off_says_nothing_against_what_wa
         return losses * 1.05 if any(change.name == "channels_last" for change in changes) else losses
 
     monkeypatch.setattr(simulated_world, "START_S", 40)
-    found = fix(
-        CutOff(facts=IN_FP32 | {"channels_last": False}, effects=TURNED, teaches=worse), budget_s=315.0
-    )
+    found = fix(CutOff(facts=IN_FP32 | {"channels_last": False}, effects=TURNED, teaches=worse), budget_s=315.0)
     assert kept(found) == {"precision": "bf16"}
     assert found.gain is None
     assert "what was kept in the end was not measured as a whole" in found.remarks
@@ -1037,8 +961,7 @@ def test_a_last_comparison_that_the_budget_cuts_off_says_nothing_against_what_wa
 def test_without_time_for_a_last_comparison_the_trials_have_to_be_sure() -> None:
     """GIVEN a change that brings nothing, and runs that vary by 2%, THEN luck rarely passes for a gain."""
     worlds = (
-        World(facts=IN_FP32, run_noise=0.02, seed=seed, effects={"precision": lambda m, _: m})
-        for seed in range(20)
+        World(facts=IN_FP32, run_noise=0.02, seed=seed, effects={"precision": lambda m, _: m}) for seed in range(20)
     )
     assert sum(bool(fix(world, budget_s=100.0).kept) for world in worlds) <= 1
 

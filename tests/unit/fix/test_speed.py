@@ -54,9 +54,7 @@ def epoch_of(steps: int, evaluation_ms: float, *, elastic: bool = False) -> Trac
             (raw if isinstance(record, Step) else windows).append(record)  # type: ignore[arg-type]
     windows += [record for record in thinner.flush() if isinstance(record, Window)]
     changes = (AppliedChange(name="loader", applied=True, how=""),) if elastic else ()
-    rank = RankTrace(
-        info=RunInfo(name="train"), steps=tuple(raw), windows=tuple(windows), facts=Facts(changes=changes)
-    )
+    rank = RankTrace(info=RunInfo(name="train"), steps=tuple(raw), windows=tuple(windows), facts=Facts(changes=changes))
     return Trace(ranks=(rank,), samples={})
 
 

@@ -40,21 +40,12 @@ def test_it_is_refused_before_the_first_trial(flatout_says: Run, project: Path) 
     before = sorted(project.iterdir())
     code, out, err = flatout_says("fix", "--", sys.executable, "train.py")
     assert (code, out) == (2, "")
-    for word in (
-        "no overlay",
-        "Operation not permitted",
-        "SYS_ADMIN",
-        "--unprotected",
-        "other programs",
-        "sqlite",
-    ):
+    for word in ("no overlay", "Operation not permitted", "SYS_ADMIN", "--unprotected", "other programs", "sqlite"):
         assert word in err
     assert sorted(project.iterdir()) == before
 
 
-def test_what_is_not_covered_is_said_before_and_a_real_write_ends_it(
-    flatout_says: Run, project: Path
-) -> None:
+def test_what_is_not_covered_is_said_before_and_a_real_write_ends_it(flatout_says: Run, project: Path) -> None:
     code, out, err = flatout_says(
         "fix", "--unprotected", "--json", "fix.json", "--html", "fix.html", "--", sys.executable, "train.py"
     )

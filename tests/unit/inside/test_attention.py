@@ -19,9 +19,7 @@ SQUARE = torch.zeros(2, 160, 160)
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionWatch]:
-    monkeypatch.setattr(
-        "flatout.inside.run_facts.compiled_frames", lambda: 0
-    )  # other tests of this process compile
+    monkeypatch.setattr("flatout.inside.run_facts.compiled_frames", lambda: 0)  # other tests of this process compile
     made = AttentionWatch(Patches())
     yield made
     made.leave()
@@ -48,9 +46,7 @@ def found_in(watch: AttentionWatch, call: Callable[[], Any]) -> WrittenAttention
         lambda: torch.nn.Softmax(-1)(SQUARE),
     ],
 )
-def test_a_softmax_over_a_square_of_scores_is_attention(
-    watch: AttentionWatch, call: Callable[[], Any]
-) -> None:
+def test_a_softmax_over_a_square_of_scores_is_attention(watch: AttentionWatch, call: Callable[[], Any]) -> None:
     found = found_in(watch, call)
     assert found is not None
     assert found.length == 160
@@ -122,9 +118,7 @@ def scripted(scores: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores, dim=-1)
 
 
-def test_where_something_is_compiled_it_does_not_look(
-    watch: AttentionWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_something_is_compiled_it_does_not_look(watch: AttentionWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatout.inside.run_facts.compiled_frames", lambda: 1)
     watch.step_ended()
     assert_put_back()

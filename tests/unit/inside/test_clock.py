@@ -58,9 +58,7 @@ def test_a_shorter_leash_takes_hold_at_once(queue: Queue) -> None:
     assert leash.step_ended() is queue.ends[6]
 
 
-def test_a_step_is_timed_in_the_stream_that_it_began_in(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_timed_in_the_stream_that_it_began_in(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a loader that copies in a stream of its own WHEN its copies are marked THEN in the stream of the step."""
     current = "training"
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
@@ -71,9 +69,4 @@ def test_a_step_is_timed_in_the_stream_that_it_began_in(
     current = "another training"
     clock.mark(begins=True)
     clock.mark(begins=False)
-    assert [end.stream for end in queue.ends] == [
-        "training",
-        "training",
-        "another training",
-        "another training",
-    ]
+    assert [end.stream for end in queue.ends] == ["training", "training", "another training", "another training"]

@@ -44,9 +44,7 @@ print(json.dumps(apart))
 
 
 def test_in_bf16_a_compiled_chain_gives_what_the_eager_one_gives() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
     as_torch_has_it, as_eager = json.loads(done.stdout.splitlines()[-1])
     assert as_torch_has_it > 0.1, "or there is nothing to round"
     assert as_eager < 0.001 * as_torch_has_it

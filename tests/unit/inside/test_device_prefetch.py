@@ -45,9 +45,7 @@ class ListingGpu(SideStream):
 
     def copy(self, hosts: list[Any]) -> tuple[list[Any], Any]:
         self.copied += hosts
-        return [torch.empty(host.shape, device=META) for host in hosts], SimpleNamespace(
-            query=lambda: self.over
-        )
+        return [torch.empty(host.shape, device=META) for host in hosts], SimpleNamespace(query=lambda: self.over)
 
     def hand_over(self, copy: Any, done: Any) -> None: ...
 
@@ -180,9 +178,7 @@ def test_a_copy_that_fails_is_over_before_its_memory_is_given_back() -> None:
     assert waited == ["waited"]
 
 
-def test_after_a_copy_that_fails_the_script_has_its_batches(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_copy_that_fails_the_script_has_its_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Any) -> None:
         raise RuntimeError("out of memory")
 
@@ -252,15 +248,7 @@ def test_large_batches_are_copied_ahead_for_good(setup: Setup, monkeypatch: pyte
         (20, True, lambda host: host.to("meta", None, len(host) > 1)),
         (1, True, elsewhere),
     ],
-    ids=[
-        "waits",
-        "says so",
-        "a copy of its own",
-        "not page-locked",
-        "many",
-        "waits for one",
-        "on another stream",
-    ],
+    ids=["waits", "says so", "a copy of its own", "not page-locked", "many", "waits for one", "on another stream"],
 )
 def test_else_its_batches_are_copied_ahead(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, batch: int, pinned: bool, move: Callable[[Any], Any]
@@ -268,9 +256,7 @@ def test_else_its_batches_are_copied_ahead(
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: pinned)
     moved = elsewhere(setup) if move is elsewhere else move
     batches = 3 * SURE_AFTER
-    for hosts in setup.over(
-        Given([torch.ones(1 if n == 19 else 3) for n in range(batch)] for _ in range(batches))
-    ):
+    for hosts in setup.over(Given([torch.ones(1 if n == 19 else 3) for n in range(batch)] for _ in range(batches))):
         for host in hosts:
             moved(host)
     assert len(setup.gpu.copied) == batch * batches
@@ -336,9 +322,7 @@ def test_the_next_batch_is_fetched_while_the_gpu_is_at_work(setup: Setup) -> Non
 @pytest.mark.parametrize(
     ("loader", "batches_a_step"), [(flatout.DataLoader, 2), (DataLoader, 1)], ids=["accumulated", "PyTorch's"]
 )
-def test_else_it_is_fetched_when_the_one_before_is_asked_for(
-    setup: Setup, loader: Any, batches_a_step: int
-) -> None:
+def test_else_it_is_fetched_when_the_one_before_is_asked_for(setup: Setup, loader: Any, batches_a_step: int) -> None:
     """GIVEN more than a batch a step, or a loader that cannot say whether one is there."""
     happened = train(setup, setup.over(loader(Shifted(), batch_size=1, num_workers=1)), batches_a_step)
     expected = ["fetched 0"]
@@ -418,9 +402,7 @@ def test_a_loop_that_writes_to_its_dataset_gets_what_pytorch_would_give_it(setup
 
     said: list[str] = []
     plain, dataset = Shifted(), Shifted()
-    inner, _ = iterator_for(
-        DataLoader(dataset, batch_size=1), LoaderOptions(workers="auto"), give_back=said.append
-    )
+    inner, _ = iterator_for(DataLoader(dataset, batch_size=1), LoaderOptions(workers="auto"), give_back=said.append)
     assert seen(setup.over(inner), dataset) == seen(DataLoader(plain, batch_size=1), plain)
     assert [line.partition(" (")[0] for line in said] == ["the loop writes to what it reads"]
 

@@ -19,10 +19,7 @@ PICTURES, WORDS = torch.ones(2, 3, 8, 8), torch.ones(2, 6, 16)
 @pytest.mark.parametrize(
     ("model", "batch"),
     [
-        (
-            lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten()),
-            PICTURES,
-        ),
+        (lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten()), PICTURES),
         (lambda: torch.nn.Linear(16, 5), WORDS),
         (lambda: torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), WORDS),
     ],
@@ -85,9 +82,7 @@ def test_an_exception_of_the_model_comes_through() -> None:
         FlopCount().around(lambda: (_ for _ in ()).throw(ValueError("mine")))()
 
 
-@pytest.mark.parametrize(
-    ("on_gpu", "compiled", "counted"), [(True, 0, True), (False, 0, False), (True, 1, False)]
-)
+@pytest.mark.parametrize(("on_gpu", "compiled", "counted"), [(True, 0, True), (False, 0, False), (True, 1, False)])
 def test_one_step_is_counted_on_a_gpu_and_where_nothing_is_compiled(
     on_gpu: bool, compiled: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,8 +95,4 @@ def test_one_step_is_counted_on_a_gpu_and_where_nothing_is_compiled(
     if roots.flops is not None:
         roots.flops.around(torch.nn.Linear(16, 5))(WORDS)
     assert not watch.step_ended()
-    assert (watch.of_a_step, roots.flops, watch.is_over) == (
-        3 * 2 * 12 * 16 * 5 if counted else None,
-        None,
-        True,
-    )
+    assert (watch.of_a_step, roots.flops, watch.is_over) == (3 * 2 * 12 * 16 * 5 if counted else None, None, True)

@@ -61,9 +61,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Applied]]:
 
     def made(**values: Any) -> Applied:
         plan = Plan(
-            changes=tuple(
-                Change(name=name, value=value, safety="equivalent") for name, value in values.items()
-            )
+            changes=tuple(Change(name=name, value=value, safety="equivalent") for name, value in values.items())
         )
         patches = Patches()
         options = Options(folder=tmp_path, name="t", plan=plan)
@@ -204,13 +202,9 @@ class OwnAdam(torch.optim.Adam):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [OwnAdam, lambda params: torch.optim.Adam(params, foreach=True)],
-    ids=["a step of its own", "foreach"],
+    "kind", [OwnAdam, lambda params: torch.optim.Adam(params, foreach=True)], ids=["a step of its own", "foreach"]
 )
-def test_an_optimizer_that_steps_in_another_way_is_left_alone(
-    begin: Callable[..., Applied], kind: Any
-) -> None:
+def test_an_optimizer_that_steps_in_another_way_is_left_alone(begin: Callable[..., Applied], kind: Any) -> None:
     applied = begin(fused_optimizer=True)
     optimizer = kind([torch.ones(2, requires_grad=True)])
     assert not optimizer.param_groups[0].get("fused")
@@ -219,13 +213,7 @@ def test_an_optimizer_that_steps_in_another_way_is_left_alone(
 
 
 def test_the_table_of_changes_says_which_can_be_switched(begin: Callable[..., Applied]) -> None:
-    values = {
-        "loader": "elastic",
-        "precision": "bf16",
-        "compile": "default",
-        "num_workers": 2,
-        "worker_threads": 1,
-    }
+    values = {"loader": "elastic", "precision": "bf16", "compile": "default", "num_workers": 2, "worker_threads": 1}
     applied = begin(**{spec.name: values.get(spec.name, True) for spec in CHANGES if not spec.knob_only})
     for spec in CHANGES:
         if spec.live:

@@ -59,15 +59,11 @@ def test_what_goes_by_unmeasured_counts_like_what_was_measured(monkeypatch: pyte
     report = meter.report()
     assert (report.batches, report.samples) == (200, 800)
     assert 0 < report.sample_ms.count < 400
-    assert report.sample_ms.high == pytest.approx(SAMPLE_S * 1e3, rel=0.02), (
-        "its first sample is a worker's start"
-    )
+    assert report.sample_ms.high == pytest.approx(SAMPLE_S * 1e3, rel=0.02), "its first sample is a worker's start"
     assert report.sample_wall_s == pytest.approx(899 * SAMPLE_S), "but its time counts, once"
 
 
-@pytest.mark.parametrize(
-    ("holds", "filled"), [("cache", "Caching, cache"), ("rows", "Caching, rows"), ("", None)]
-)
+@pytest.mark.parametrize(("holds", "filled"), [("cache", "Caching, cache"), ("rows", "Caching, rows"), ("", None)])
 def test_samples_that_fill_their_dataset_are_seen(holds: str, filled: str | None) -> None:
     class Caching:
         def __init__(self) -> None:

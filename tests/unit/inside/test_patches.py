@@ -35,19 +35,7 @@ from flatout.inside.run_facts import AttentionWatch
 from flatout.launch.protocol import Options, Trial
 from flatout.model.plan import Change, Plan
 
-PACKAGES = (
-    "torch",
-    "builtins",
-    "logging",
-    "queue",
-    "concurrent",
-    "numpy",
-    "os",
-    "sys",
-    "io",
-    "tqdm",
-    "argparse",
-)
+PACKAGES = ("torch", "builtins", "logging", "queue", "concurrent", "numpy", "os", "sys", "io", "tqdm", "argparse")
 KINDS = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     property, staticmethod, classmethod, type,
@@ -62,14 +50,9 @@ def attributes() -> dict[str, Any]:
         for name, value in list(vars(module).items()):
             if issubclass(type(value), KINDS):  # isinstance wakes lazy objects
                 seen[f"{module_name}.{name}"] = value
-            if issubclass(type(value), type) and (value.__module__, value.__qualname__) == (
-                module_name,
-                name,
-            ):
+            if issubclass(type(value), type) and (value.__module__, value.__qualname__) == (module_name, name):
                 held = vars(value).items()
-                seen |= {
-                    f"{module_name}.{name}.{key}": one for key, one in held if issubclass(type(one), KINDS)
-                }
+                seen |= {f"{module_name}.{name}.{key}": one for key, one in held if issubclass(type(one), KINDS)}
     return seen
 
 
@@ -122,9 +105,7 @@ def test_the_table_is_what_is_replaced_in_a_process_and_all_of_it_is_put_back(
         start.settings,
         start.Ledger(plan.changes),
     )
-    monkeypatch.setattr(
-        "flatout.inside.run_facts.compiled_frames", lambda: 0
-    )  # other tests of this process compile
+    monkeypatch.setattr("flatout.inside.run_facts.compiled_frames", lambda: 0)  # other tests of this process compile
     looking = AttentionWatch(process.patches)
     looking.step_ended()
     replaced = differing(before)
@@ -241,18 +222,14 @@ def test_what_the_script_raises_is_the_scripts(joined: Callable[..., Subscriber]
 
 def test_a_wrapper_looks_like_what_it_stands_for(joined: Callable[..., Subscriber]) -> None:
     signature = inspect.signature(DataLoader.__init__)
-    joined(Stage.CHANGE).around(
-        "torch.utils.data.dataloader.DataLoader.__init__", lambda call, *a, **k: call(*a, **k)
-    )
+    joined(Stage.CHANGE).around("torch.utils.data.dataloader.DataLoader.__init__", lambda call, *a, **k: call(*a, **k))
     assert inspect.signature(DataLoader.__init__) == signature
     loader = DataLoader([1, 2])
     assert isinstance(loader, DataLoader)
     assert pickle.loads(pickle.dumps(loader)).dataset == [1, 2]
 
 
-def test_a_wrapper_that_somebody_has_wrapped_stays_and_lets_everything_pass(
-    joined: Callable[..., Subscriber],
-) -> None:
+def test_a_wrapper_that_somebody_has_wrapped_stays_and_lets_everything_pass(joined: Callable[..., Subscriber]) -> None:
     plain, heard = np.random.default_rng, []
     subscriber = joined(Stage.CHANGE)
     subscriber.before("numpy.random.default_rng", lambda *_: heard.append("ours"))

@@ -79,9 +79,7 @@ class Bench:
         self.clock.ms += ms
         self.recorder.pop()
 
-    def fetch(
-        self, loader: int = TRAIN, ms: float = 1.0, samples: int | None = 8, learns: bool = True
-    ) -> None:
+    def fetch(self, loader: int = TRAIN, ms: float = 1.0, samples: int | None = 8, learns: bool = True) -> None:
         if self.recorder.light:
             if learns and loader in self.recorder.train_loaders:
                 start_s = self.clock()
@@ -93,9 +91,7 @@ class Bench:
         self.clock.ms += ms
         self.recorder.fetched(samples)
 
-    def forward(
-        self, ms: float = 2.0, *, learns: bool = True, training: bool = True, trained: bool = True
-    ) -> None:
+    def forward(self, ms: float = 2.0, *, learns: bool = True, training: bool = True, trained: bool = True) -> None:
         if self.recorder.light:
             if learns and training:
                 self.clock.ms += ms
@@ -155,13 +151,7 @@ def test_a_step_is_tiled_by_its_phases() -> None:
         ("warmup", 0, pytest.approx(10.5)),
         ("train", 1, pytest.approx(10.5)),
     ]
-    assert spans(bench.last) == [
-        ("data", 1),
-        ("forward", 2),
-        ("loss", 0.5),
-        ("backward", 3),
-        ("optimizer", 4),
-    ]
+    assert spans(bench.last) == [("data", 1), ("forward", 2), ("loss", 0.5), ("backward", 3), ("optimizer", 4)]
     assert bench.last.samples == 8
 
 
@@ -196,18 +186,14 @@ def test_many_phases_are_summed_by_name_beyond_the_first() -> None:
     assert len(bench.last.spans) < 80
     assert sum(s.host_ms for s in bench.last.spans if s.name == "sync") == pytest.approx(500)
     ends_ms = [0.0, *itertools.accumulate(s.host_ms for s in bench.last.spans)]
-    assert [s.start_ms for s in bench.last.spans] == pytest.approx(ends_ms[:-1]), (
-        "an X-ray lays kernels over them"
-    )
+    assert [s.start_ms for s in bench.last.spans] == pytest.approx(ends_ms[:-1]), "an X-ray lays kernels over them"
     assert ends_ms[-1] == pytest.approx(bench.last.wall_ms)
 
 
 @given(
     st.lists(
         st.one_of(
-            st.tuples(
-                st.just("push"), st.sampled_from(["copy", "sync", "logging", "gc", "checkpoint", "rest"])
-            ),
+            st.tuples(st.just("push"), st.sampled_from(["copy", "sync", "logging", "gc", "checkpoint", "rest"])),
             st.tuples(st.just("pop"), st.just("")),
             st.tuples(st.just("wait"), st.floats(0, 1000)),
             st.tuples(st.just("fetch"), st.sampled_from([TRAIN, VALIDATION, OTHER])),
@@ -532,9 +518,7 @@ def test_evaluation_is_known_in_a_light_step() -> None:
     bench.train()
     step = bench.handed_on()
     assert spans(step)[:2] == [("evaluation", 69), ("data", 1)]
-    assert {"forward", "backward", "optimizer"} < {
-        name for name, _ in spans(step)
-    }  # and so the rest of it is split
+    assert {"forward", "backward", "optimizer"} < {name for name, _ in spans(step)}  # and so the rest of it is split
     assert step.samples == 8
 
 

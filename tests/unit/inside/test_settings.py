@@ -30,12 +30,7 @@ def test_a_config_module_of_the_users_is_read_and_pythons_own_is_not(
 
 def test_settings_are_cut_and_without_secrets() -> None:
     settings = Settings()
-    values = {
-        "lr": 0.1,
-        "hf_token": "abc",
-        "text": "x" * 295 + " ghp_abcdefghijklmnopqrst",
-        "many": list(range(99)),
-    }
+    values = {"lr": 0.1, "hf_token": "abc", "text": "x" * 295 + " ghp_abcdefghijklmnopqrst", "many": list(range(99))}
     settings.loaded("yaml", "config.yaml", values)
     (entry,) = settings.read
     assert entry.values == {"lr": 0.1, "hf_token": "***", "text": "x" * 295 + " ***", "many": list(range(50))}

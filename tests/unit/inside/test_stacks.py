@@ -93,12 +93,7 @@ def test_what_a_library_of_torch_calls_is_told_from_other_calls(monkeypatch: pyt
     """GIVEN a framework's loop (here, what is in tests/unit) that computes with torch
     THEN the call into torch is known, and the decorators around it are no calls."""
     monkeypatch.setattr(stacks, "is_own", lambda file: file == "train.py")
-    names = [
-        "train.py",
-        "/lib/frame/trainer.py",
-        f"{stacks._TORCH}nn/modules/module.py",
-        "/lib/frame/model.py",
-    ]
+    names = ["train.py", "/lib/frame/trainer.py", f"{stacks._TORCH}nn/modules/module.py", "/lib/frame/model.py"]
     inner = [f"{stacks._TORCH}_compile.py", *reversed(names)]
     codes = [compile("pass", name, "exec") for name in inner]
     codes.insert(-1, codes[-1].replace(co_name=WRAPPED_CALL))  # as we call .item() for a line of the user's

@@ -12,9 +12,7 @@ from flatout.model.records import TokenFacts
 
 IDS = torch.ones(2, 8, dtype=torch.long)
 MASK = torch.tensor([[1] * 8, [1] * 4 + [0] * 4])
-PROMPT = torch.tensor(
-    [[-100] * 2 + [5] * 6, [-100] * 3 + [5, -100] + [-100] * 3]
-)  # the second ends after four
+PROMPT = torch.tensor([[-100] * 2 + [5] * 6, [-100] * 3 + [5, -100] + [-100] * 3])  # the second ends after four
 
 
 def counted(*batches: Any) -> TokenFacts | None:

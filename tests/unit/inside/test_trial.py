@@ -30,9 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def course(alone: bool = True, **trial: Any) -> TrialProgress:
-    return TrialProgress(
-        Options(folder=Path(), name="train", max_steps=4, trial=Trial(**trial)), alone=lambda: alone
-    )
+    return TrialProgress(Options(folder=Path(), name="train", max_steps=4, trial=Trial(**trial)), alone=lambda: alone)
 
 
 def steps(course: TrialProgress, clock: Clock, count: int, step_s: float, *, measured: int) -> int:

@@ -119,9 +119,7 @@ def test_more_workers_are_kept_where_steps_are_faster_with_them(
     training.train(60)
     assert (feed.workers, feed.held) == (5, True)
     said = capsys.readouterr().err
-    assert re.fullmatch(
-        r"flatout: step \d+: 5 workers in place of 1: 5\.00× \(5\.00 to 5\.00\), kept\n", said
-    )
+    assert re.fullmatch(r"flatout: step \d+: 5 workers in place of 1: 5\.00× \(5\.00 to 5\.00\), kept\n", said)
     switches = [note.partition(": ")[2] for note in training.notes if "→" in note]
     assert switches[0] == "1 → 2 workers (every worker is busy and the loop waits)"
     assert switches[3:] == [
@@ -152,9 +150,7 @@ def test_batches_that_lie_ready_are_used_up_before_anything_is_measured(tmp_path
     assert "5 workers in place of 1: 5.00× (5.00 to 5.00), kept" in training.plan.changes[0].note
 
 
-def test_a_loader_that_keeps_up_is_left_as_declared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loader_that_keeps_up_is_left_as_declared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     feed = Feed(2, likes=7)
     training = Training(tmp_path, lambda _: (0.02, 0.0001), feed)
     training.train(60)
@@ -227,9 +223,7 @@ def test_the_loader_is_decided_again_when_the_bottleneck_has_moved(
     assert len(training.notes) == decisions, "nothing has moved since"
 
 
-def test_what_raises_in_it_ends_the_tuning_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_raises_in_it_ends_the_tuning_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     feed = Feed(1, likes=5)
     training = Training(tmp_path, starving, feed)
     training.train(5)
@@ -242,9 +236,7 @@ def test_what_raises_in_it_ends_the_tuning_and_nothing_else(
     assert training.tuner.over
     assert not training.tuner.wants_every_step
     said = capsys.readouterr().err
-    assert re.fullmatch(
-        r"flatout: step \d+: tuning has ended \(OSError: no more processes\); training goes on\n", said
-    )
+    assert re.fullmatch(r"flatout: step \d+: tuning has ended \(OSError: no more processes\); training goes on\n", said)
     assert training.notes == [said.removeprefix("flatout: ").strip()]
     assert not (tmp_path / TUNED).exists()
 
@@ -271,18 +263,14 @@ def test_of_several_ranks_each_loader_chooses_and_nothing_is_compared(
     training = Training(tmp_path, starving, feed, ranks=(1, 2))
     training.train(60)
     assert (feed.workers, feed.held) == (4, False)
-    assert any(
-        "4 workers in place of 1, chosen by the loader (ranks are not compared)" in n for n in training.notes
-    )
+    assert any("4 workers in place of 1, chosen by the loader (ranks are not compared)" in n for n in training.notes)
     assert capsys.readouterr().err == "", "rank 0 says it"
     assert not (tmp_path / TUNED).exists()
     assert ("device_prefetch", True) not in training.switched
 
 
 @pytest.mark.parametrize(("left", "kept"), [(0.0, True), (0.8, False)])
-def test_garbage_collections_are_frozen_where_that_shortens_them(
-    tmp_path: Path, left: float, kept: bool
-) -> None:
+def test_garbage_collections_are_frozen_where_that_shortens_them(tmp_path: Path, left: float, kept: bool) -> None:
     training = Training(tmp_path, lambda _: (0.02, 0.0), Feed(2, likes=2))
     training.collecting = lambda: 0.001 * (left if ("gc_freeze", True) in training.switched else 1.0)
     training.train(120)
@@ -301,9 +289,7 @@ def test_copies_ahead_of_time_are_decided_in_turns_on_a_gpu(
         def __init__(self, *_: object) -> None:
             self.left = 100
             self.results = [
-                TurnsResult(
-                    name="device_prefetch", decision=decision, gain=Gain(value=1.1, low=1.0, high=1.2)
-                )
+                TurnsResult(name="device_prefetch", decision=decision, gain=Gain(value=1.1, low=1.0, high=1.2))
             ]
 
         def step_ended(self) -> bool:
@@ -311,13 +297,9 @@ def test_copies_ahead_of_time_are_decided_in_turns_on_a_gpu(
             return self.left > 0
 
     monkeypatch.setattr(tune, "LiveTurns", Turns)
-    training = Training(
-        tmp_path, starving, Feed(5, likes=5), refused={"device_prefetch": "", "pin_memory": ""}
-    )
+    training = Training(tmp_path, starving, Feed(5, likes=5), refused={"device_prefetch": "", "pin_memory": ""})
     training.train(60)
-    told = (
-        f"batches copied to the GPU ahead of time: 1.10× (1.00 to 1.20), {'kept' if kept else 'taken back'}"
-    )
+    told = f"batches copied to the GPU ahead of time: 1.10× (1.00 to 1.20), {'kept' if kept else 'taken back'}"
     assert any(note.endswith(told) for note in training.notes)
     assert [change.name for change in training.plan.changes] == ["device_prefetch", "pin_memory"] * kept
 
@@ -347,10 +329,6 @@ def test_a_step_counts_without_evaluation_and_our_own_work() -> None:
     (seen,) = seen_in(step)
     assert seen == pytest.approx(Seen(4, 1.126, 0.019, 0.008, 0.002))
     light = LightSteps(
-        first_index=7,
-        start_s=2.0,
-        events=[(1, 2.0, 2.25, 8), None, 2.5, 3.0],
-        waiting="data",
-        computing="unsplit",
+        first_index=7, start_s=2.0, events=[(1, 2.0, 2.25, 8), None, 2.5, 3.0], waiting="data", computing="unsplit"
     )
     assert list(seen_in(light)) == [Seen(7, 2.5, 0.5, 0.25), Seen(8, 3.0, 0.5, 0.0)]

@@ -19,9 +19,7 @@ from flatout.launch.protocol import WEIGHTS_OVER, Trial
 def weights(
     leads: Path | None = None, follows: Path | None = None, ranks: tuple[int, int] = (0, 1), **trial: Any
 ) -> Weights:
-    return Weights(
-        Trial(**{"leads": leads, "follows": follows, "weights_bytes": 1 << 30, **trial}), lambda: ranks
-    )
+    return Weights(Trial(**{"leads": leads, "follows": follows, "weights_bytes": 1 << 30, **trial}), lambda: ranks)
 
 
 class Training:
@@ -53,9 +51,7 @@ class Training:
         return moved
 
     def state(self) -> list[torch.Tensor]:
-        remembered = [
-            v for state in self.optimizer.state.values() for v in state.values() if torch.is_tensor(v)
-        ]
+        remembered = [v for state in self.optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
         return [t.detach().clone().double() for t in (*self.net.state_dict().values(), *remembered)]
 
 
@@ -70,22 +66,14 @@ def led(tmp_path: Path, steps: int = 4 * EVERY, *, weights_bytes: int = 1 << 30,
     ("optimizer", "how"),
     [(torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"fused": True})],
 )
-def test_who_follows_has_the_leaders_weights_buffers_and_memory(
-    tmp_path: Path, optimizer: Any, how: Any
-) -> None:
+def test_who_follows_has_the_leaders_weights_buffers_and_memory(tmp_path: Path, optimizer: Any, how: Any) -> None:
     """GIVEN steps twice as long WHEN it has met the leader THEN it is the leader, and knows how far it had strayed."""
     leader = led(tmp_path, optimizer=optimizer, lr=0.01, **({} if "fused" in how else how))
     follower = Training(weights(follows=tmp_path), optimizer, lr=0.02, **how)
     moved = follower.train(4 * EVERY)
-    assert [step + 1 for step, one in enumerate(moved) if one is not None] == [
-        2 * EVERY,
-        3 * EVERY,
-        4 * EVERY,
-    ]
+    assert [step + 1 for step, one in enumerate(moved) if one is not None] == [2 * EVERY, 3 * EVERY, 4 * EVERY]
     assert all(one is None or (one[0] > 1.2 and one[1] > 0.5) for one in moved)
-    assert all(
-        torch.equal(mine, theirs) for mine, theirs in zip(follower.state(), leader.state(), strict=True)
-    )
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(follower.state(), leader.state(), strict=True))
 
 
 def test_the_same_training_moves_the_same_way(tmp_path: Path) -> None:
@@ -93,14 +81,7 @@ def test_the_same_training_moves_the_same_way(tmp_path: Path) -> None:
     follower = Training(weights(follows=tmp_path), lr=0.01)
     assert [one for one in follower.train(4 * EVERY) if one is not None] == [pytest.approx((1.0, 1.0))] * 3
     told = follower.own.drifts()
-    assert [drift["name"] for drift in told] == [
-        "0.weight",
-        "0.bias",
-        "1.weight",
-        "1.bias",
-        "3.weight",
-        "3.bias",
-    ]
+    assert [drift["name"] for drift in told] == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
     assert {(drift["drift"], drift["coherence"], drift["length"]) for drift in told} == {(0.0, 0.0, 1.0)}
     assert [(drift["size"], drift["dims"]) for drift in told][:2] == [(32, 2), (8, 1)]
 
@@ -127,9 +108,7 @@ def test_one_in_the_middle_follows_and_leads(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir(), b.mkdir()
     led(a, 2 * EVERY)
-    assert {one for one in Training(weights(b, a), lr=0.02).train(5 * EVERY) if one is not None} != {
-        (1.0, 1.0)
-    }
+    assert {one for one in Training(weights(b, a), lr=0.02).train(5 * EVERY) if one is not None} != {(1.0, 1.0)}
     (b / WEIGHTS_OVER).touch()
     moved = Training(weights(follows=b), lr=0.02).train(5 * EVERY)
     assert [one for one in moved if one is not None] == [pytest.approx((1.0, 1.0))] * 4
@@ -150,9 +129,7 @@ def test_it_waits_for_a_leader_that_is_slower_and_not_for_one_that_is_gone(tmp_p
 def test_it_does_not_wait_forever_for_one_that_nobody_says_is_gone(tmp_path: Path) -> None:
     led(tmp_path, EVERY)
     (tmp_path / WEIGHTS_OVER).unlink()
-    assert Training(weights(follows=tmp_path, timeout_s=0.2), lr=0.01).train(4 * EVERY) == [None] * (
-        4 * EVERY
-    )
+    assert Training(weights(follows=tmp_path, timeout_s=0.2), lr=0.01).train(4 * EVERY) == [None] * (4 * EVERY)
 
 
 def test_a_rank_follows_its_own_and_only_where_all_of_them_lead(tmp_path: Path) -> None:
@@ -205,9 +182,7 @@ def test_runs_side_by_side_meet_by_one_thread_each(tmp_path: Path, monkeypatch: 
     """GIVEN a training of three threads WHEN it meets its leader THEN by one, and trains by three again."""
     led(tmp_path)
     threads, usual, moved = [], torch.get_num_threads(), Weights._moved
-    monkeypatch.setattr(
-        Weights, "_moved", lambda *args: (threads.append(torch.get_num_threads()), moved(*args))[1]
-    )
+    monkeypatch.setattr(Weights, "_moved", lambda *args: (threads.append(torch.get_num_threads()), moved(*args))[1])
     torch.set_num_threads(3)
     try:
         Training(weights(follows=tmp_path), lr=0.01).train(4 * EVERY)
@@ -216,9 +191,7 @@ def test_runs_side_by_side_meet_by_one_thread_each(tmp_path: Path, monkeypatch: 
         torch.set_num_threads(usual)
 
 
-def test_what_does_not_fit_is_said_and_training_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_said_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     led(tmp_path)
     other = Training(weights(follows=tmp_path), lr=0.01)
     other.net.append(nn.Linear(1, 1))

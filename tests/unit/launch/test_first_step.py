@@ -22,10 +22,7 @@ def answered(folder: Path, **answers: str) -> None:
     ("answers", "doing"),
     [
         ({"p1": "train.py:3 main: sleep(9)", "p2": "helper.py:1 idle"}, "train.py:3 main: sleep(9); "),
-        (
-            {"p1": "train.py:9 → torch/multiprocessing/spawn.py join", "p2": "train.py:3 work"},
-            "train.py:3 work; ",
-        ),
+        ({"p1": "train.py:9 → torch/multiprocessing/spawn.py join", "p2": "train.py:3 work"}, "train.py:3 work; "),
         ({"p1": "train.py:9 → multiprocessing/pool.py map"}, "train.py:9 → multiprocessing/pool.py map; "),
         ({}, ""),
     ],

@@ -20,9 +20,7 @@ def test_options_come_back_from_the_environment() -> None:
         command=("python", "train.py"),
         max_steps=50,
         plan=Plan(changes=(change,)),
-        trial=Trial(
-            seed=7, fingerprints=True, follows=Path("/weights"), timeout_s=90.0, protect=Path("/scratch")
-        ),
+        trial=Trial(seed=7, fingerprints=True, follows=Path("/weights"), timeout_s=90.0, protect=Path("/scratch")),
     )
     assert Options.from_environment({VARIABLE: options.to_environment()}) == options
 

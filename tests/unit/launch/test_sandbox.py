@@ -57,9 +57,7 @@ def test_no_cache_folder_may_be_or_hold_what_is_protected(
         assert not any(path == kept or path.startswith(f"{kept}/") for path in protected)
 
 
-@pytest.mark.parametrize(
-    "how", ["a link", "a link to nowhere", "open to others", "open to a group", "another's"]
-)
+@pytest.mark.parametrize("how", ["a link", "a link to nowhere", "open to others", "open to a group", "another's"])
 def test_a_cache_folder_that_another_may_have_made_is_not_used(
     world: Path, box: Make, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

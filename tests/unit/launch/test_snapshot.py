@@ -94,9 +94,7 @@ def until_its_age_shows(pid: int) -> None:
 
 def test_a_process_that_a_trial_has_left_running_is_no_excuse(project: Path) -> None:
     before, pipe = Snapshot([str(project)]), subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(project / "new.txt")], stdin=pipe, stdout=pipe
-    ) as left:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(project / "new.txt")], stdin=pipe, stdout=pipe) as left:
         assert left.stdout is not None
         left.stdout.readline()
         found = before.changed()
@@ -113,9 +111,7 @@ def test_elsewhere_other_repositories_are_left_to_those_who_work_there(project: 
     assert names(beyond.changed(), project) == ["log.txt"]
 
 
-def test_a_folder_with_more_files_than_are_looked_at_is_data(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_more_files_than_are_looked_at_is_data(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN more files than one can look at THEN those near the top are, and nothing is made up of the rest."""
     for number in range(20):
         (project / "data" / f"picture-{number}").touch()

@@ -42,9 +42,7 @@ def printed(show: Callable[[Console], None], width: int = 80) -> str:
     show(Console(file=file, width=width, highlight=False))
     lines = file.getvalue().splitlines()
     assert not [line for line in lines if line.endswith(" ")]
-    assert not [
-        line for line in lines if len(line) > width and "flatout run --plan" not in line
-    ]  # to be copied
+    assert not [line for line in lines if len(line) > width and "flatout run --plan" not in line]  # to be copied
     return file.getvalue()
 
 
@@ -74,18 +72,9 @@ def report_of(trace: Trace, *findings: Finding) -> RecordedRun:
     return dataclasses.replace(recorded(trace), findings=findings)
 
 
-def step(
-    index: int, wall_ms: float = 100.0, *, gpu: bool = True, loss: float | None = None, **more: Any
-) -> Step:
+def step(index: int, wall_ms: float = 100.0, *, gpu: bool = True, loss: float | None = None, **more: Any) -> Step:
     """A step of which 60% is waiting for data, a tenth .item(), and the rest work; the GPU idles in the wait."""
-    lengths = (
-        ("data", 0.6),
-        ("copy", 0.05),
-        ("forward", 0.1),
-        ("backward", 0.1),
-        ("sync", 0.1),
-        ("optimizer", 0.05),
-    )
+    lengths = (("data", 0.6), ("copy", 0.05), ("forward", 0.1), ("backward", 0.1), ("sync", 0.1), ("optimizer", 0.05))
     spans, at_ms = [], 0.0
     for name, share in lengths:
         length = share * wall_ms
@@ -102,12 +91,7 @@ def step(
             )
         )
         at_ms += length
-    given: dict[str, Any] = {
-        "start_s": 10 + index * 0.1,
-        "samples": BATCH,
-        "spans": tuple(spans),
-        "loss": loss,
-    }
+    given: dict[str, Any] = {"start_s": 10 + index * 0.1, "samples": BATCH, "spans": tuple(spans), "loss": loss}
     return Step(index=index, wall_ms=wall_ms, **(given | more))
 
 
@@ -148,10 +132,7 @@ def trace_of(*ranks: RankTrace, samples: Sequence[Sample] = (), notes: Sequence[
 
 def whole_run() -> Trace:
     """A run that has everything a report can show."""
-    evaluated = (
-        Span(name="evaluation", start_ms=0.0, host_ms=800.0),
-        Span(name="rest", start_ms=800, host_ms=100.0),
-    )
+    evaluated = (Span(name="evaluation", start_ms=0.0, host_ms=800.0), Span(name="rest", start_ms=800, host_ms=100.0))
     steps = [
         step(-1, 2000.0, kind="setup", start_s=7.0, spans=()),
         *steps_of([100.0 + index % 7 for index in range(60)]),
@@ -166,12 +147,7 @@ def whole_run() -> Trace:
             workers=tuple(worker(n) for n in range(4)),
             stacks=(
                 looks(
-                    "samples",
-                    "data.py:20",
-                    "Photos.decode",
-                    "PIL/Image.py:7",
-                    "im = <b>open</b>(f)",
-                    dataset="Photos",
+                    "samples", "data.py:20", "Photos.decode", "PIL/Image.py:7", "im = <b>open</b>(f)", dataset="Photos"
                 ),
             ),
         ),
@@ -220,12 +196,7 @@ def worker(number: int | None) -> WorkerReport:
 
 def sample(time_s: float, **gpu: Any) -> Sample:
     """One second of the machine."""
-    given: dict[str, Any] = {
-        "sm_active_pct": 20.0,
-        "gpu_util_pct": 80.0,
-        "power_w": 250.0,
-        "power_limit_w": 700.0,
-    }
+    given: dict[str, Any] = {"sm_active_pct": 20.0, "gpu_util_pct": 80.0, "power_w": 250.0, "power_limit_w": 700.0}
     return Sample(
         time_s=time_s,
         interval_s=1.0,

@@ -58,14 +58,8 @@ def test_every_rank_takes_power(ranks: int, power_w: float) -> None:
 @pytest.mark.parametrize(
     ("gpu", "says"),
     [
-        (
-            "NVIDIA H200",
-            ("model FLOPs", "20.2%", "200 of 989 TFLOP/s, the maker's figure for half precision"),
-        ),
-        (
-            "NVIDIA H100 PCIe",
-            ("model FLOPs", "26.5%", "200 of 756 TFLOP/s, the maker's figure for half precision"),
-        ),
+        ("NVIDIA H200", ("model FLOPs", "20.2%", "200 of 989 TFLOP/s, the maker's figure for half precision")),
+        ("NVIDIA H100 PCIe", ("model FLOPs", "26.5%", "200 of 756 TFLOP/s, the maker's figure for half precision")),
         ("A GPU of tomorrow", ("model FLOPs", "200 TFLOP/s", "what this GPU could do is not known")),
     ],
 )

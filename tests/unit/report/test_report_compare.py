@@ -20,17 +20,7 @@ from flatout.report import run_of
 from flatout.report.comparison import Comparison
 from flatout.report.page import page
 from flatout.report.terminal import show
-from flatout.trace import (
-    FactsRecord,
-    HostSample,
-    ProcessSample,
-    RankTrace,
-    RunInfo,
-    Sample,
-    Step,
-    Trace,
-    TraceWriter,
-)
+from flatout.trace import FactsRecord, HostSample, ProcessSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
 from flatout.trace.downsample import window_of
 
 
@@ -166,9 +156,7 @@ def test_a_faster_median_does_not_hide_that_all_steps_together_are_slower() -> N
 def test_the_headline_the_verdict_and_the_gate_say_the_same(
     typical: Gain, overall: Gain, verdict: str, fails: bool, said: str
 ) -> None:
-    result = dataclasses.replace(
-        compare(recorded(noisy(1)), recorded(noisy(2))), typical=typical, overall=overall
-    )
+    result = dataclasses.replace(compare(recorded(noisy(1)), recorded(noisy(2))), typical=typical, overall=overall)
     assert result.verdict == verdict == result.to_json()["verdict"]
     assert result.slower_than(10) == fails
     assert result.sentence().startswith(said)
@@ -202,9 +190,7 @@ def test_a_last_short_batch_is_no_other_batch_size() -> None:
 
 
 def test_other_data_is_not_compared() -> None:
-    result = compare(
-        recorded(noisy(1)), recorded(noisy(2, around_ms=200), loader={"dataset": "Clips", "length": 7})
-    )
+    result = compare(recorded(noisy(1)), recorded(noisy(2, around_ms=200), loader={"dataset": "Clips", "length": 7}))
 
     assert result.typical is None
     assert result.sentence() == (
@@ -254,8 +240,7 @@ def test_what_flatout_changed_is_listed_as_a_person_would_say_it() -> None:
 
 def test_settings_that_differ_are_listed_and_no_others() -> None:
     result = compare(
-        recorded(noisy(1), learning_rate=0.1),
-        recorded(noisy(2), loader={"num_workers": 8}, learning_rate=0.2),
+        recorded(noisy(1), learning_rate=0.1), recorded(noisy(2), loader={"num_workers": 8}, learning_rate=0.2)
     )
     assert result.differences == [("loader 1: num_workers", 0, 8)]
 
@@ -282,9 +267,7 @@ def test_long_runs_are_compared_by_their_windows() -> None:
     assert result.typical is not None
     assert result.typical.verdict == "faster"
     assert result.typical.value == pytest.approx(1 / 0.9, rel=0.02)
-    assert (
-        compare(trace_of(long(0, 100.0)), trace_of(long(500, 100.0))).typical.verdict == "no difference shown"
-    )  # type: ignore[union-attr]
+    assert compare(trace_of(long(0, 100.0)), trace_of(long(500, 100.0))).typical.verdict == "no difference shown"  # type: ignore[union-attr]
 
 
 def losing(seed: int, floor: float) -> list[Step]:
@@ -316,19 +299,10 @@ def shown(result: Comparison) -> str:
 
 
 def test_the_terminal_gets_every_figure_in_80_columns() -> None:
-    a, b = (
-        trace_of(rank_of(losing(1, 0.5))),
-        trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD " * 40))),
-    )
+    a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD " * 40)))
     text = shown(compare(a, b))
 
-    for figure in (
-        "median step",
-        "samples a second",
-        "waiting for data",
-        "Loss over the last quarter",
-        "optimizer",
-    ):
+    for figure in ("median step", "samples a second", "waiting for data", "Loss over the last quarter", "optimizer"):
         assert figure in text
 
 

@@ -42,9 +42,7 @@ def test_a_gain_has_the_digits_that_mean_something(low: float, high: float, said
 
 
 def test_a_gain_limited_by_the_loader_says_so() -> None:
-    held = dataclasses.replace(
-        FINDING, gain_low=1.01, gain_high=1.06, derived=f"model of the kernels{LOADER_LIMITS}"
-    )
+    held = dataclasses.replace(FINDING, gain_low=1.01, gain_high=1.06, derived=f"model of the kernels{LOADER_LIMITS}")
     assert gain(held) == "up to 1.06× faster, more once the loader can follow"
 
 
@@ -59,10 +57,7 @@ def test_without_findings_the_headline_says_what_the_account_knows() -> None:
 
 
 def test_time_outside_the_phases_is_named_in_the_headline() -> None:
-    simulated = (
-        Span(name="rest", start_ms=0.0, host_ms=56.0),
-        Span(name="forward", start_ms=56.0, host_ms=44.0),
-    )
+    simulated = (Span(name="rest", start_ms=0.0, host_ms=56.0), Span(name="forward", start_ms=56.0, host_ms=44.0))
     made = recorded(trace_of(rank_of(steps_of([100.0] * 60, spans=simulated))))
     assert (
         headline(dataclasses.replace(made, findings=()))
@@ -97,16 +92,12 @@ def test_a_change_as_one_would_type_it(change: str | None, value: object, typed:
 
 
 def test_a_change_may_be_a_line_of_the_scripts_own_file() -> None:
-    settings = [
-        SettingsRead(source="yaml", file="train.yaml", values={"loader": {"workers": 0}, "pin_memory": 2})
-    ]
+    settings = [SettingsRead(source="yaml", file="train.yaml", values={"loader": {"workers": 0}, "pin_memory": 2})]
     read = dataclasses.replace(RUN.facts, settings=tuple(settings))
     fewer = dataclasses.replace(FINDING, change="num_workers", value=6)
     assert change_as_typed(read, fewer) == "in train.yaml: loader.workers: 6"
     pinned = dataclasses.replace(FINDING, change="pin_memory", value=True)
-    assert (
-        change_as_typed(read, pinned) == "DataLoader(..., pin_memory=True)"
-    )  # what is 2 there is another thing
+    assert change_as_typed(read, pinned) == "DataLoader(..., pin_memory=True)"  # what is 2 there is another thing
 
 
 def test_precision_is_asked_of_the_framework_that_runs_the_loop() -> None:

@@ -43,8 +43,7 @@ def with_attempts(fix: FixSummary, *attempts: Attempt, **changes: Any) -> FixSum
 @pytest.fixture(scope="module")
 def starved() -> FixSummary:
     return fixed(
-        World(machine=Machine(data_ms=80.0), workers=0, settings=[flag("eval_every", 1)]),
-        price=Price.of("$3.6/h"),
+        World(machine=Machine(data_ms=80.0), workers=0, settings=[flag("eval_every", 1)]), price=Price.of("$3.6/h")
     )
 
 
@@ -107,9 +106,7 @@ def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:
 
 
 def test_speeds_that_count_pauses_say_so() -> None:
-    fix = fixed(
-        World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)]), allow="all"
-    )
+    fix = fixed(World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)]), allow="all")
     assert fix.result.paused
     assert fix.sentence().endswith("samples/s, pauses counted.")
     assert fix.figures()[0][0] == "samples/s, pauses counted"
@@ -168,9 +165,7 @@ def test_waiting_for_data_is_left_to_the_person_after_its_changes_failed() -> No
     """GIVEN samples loaded in the training process WHEN workers crash it THEN
     what holds it up is not forgotten; where they were seen to bring nothing, it is."""
     machine = Machine(data_ms=80.0)
-    fix = fixed(
-        World(machine=machine, workers=0, crash={"num_workers": "RuntimeError: no"}), only="num-workers"
-    )
+    fix = fixed(World(machine=machine, workers=0, crash={"num_workers": "RuntimeError: no"}), only="num-workers")
     assert [a.outcome.verdict for a in fix.result.attempts] == ["unsafe"]
     assert [finding.code for finding in fix.left] == ["data.main-thread"]
     assert fix.left[0].advice.endswith("(tried, and not kept)")
@@ -218,17 +213,13 @@ def attempt(change: Change, where: str = "") -> Attempt:
         ("config.py:BATCH_SIZE", 256, "in config.py: BATCH_SIZE = 256"),
     ],
 )
-def test_a_setting_is_changed_permanently_where_the_script_reads_it(
-    knob: str, value: object, words: str
-) -> None:
+def test_a_setting_is_changed_permanently_where_the_script_reads_it(knob: str, value: object, words: str) -> None:
     assert permanently(attempt(Change(name="batch_size", value=value, safety="semantic", knob=knob))) == words
 
 
 def test_a_loader_that_the_trainer_makes_is_no_line_to_edit() -> None:
     ours, workers = (Change(name=name, value=4, safety="reseeded") for name in ("loader", "num_workers"))
-    assert permanently(attempt(ours, "train.py:9"), "transformers").startswith(
-        "nothing to edit, the Trainer makes"
-    )
+    assert permanently(attempt(ours, "train.py:9"), "transformers").startswith("nothing to edit, the Trainer makes")
     assert permanently(attempt(workers, "train.py:9"), "transformers") == (
         "TrainingArguments(..., dataloader_num_workers=4)"
     )
@@ -246,17 +237,12 @@ def test_an_edit_is_shown_with_every_place_it_belongs_to() -> None:
     ("terminal", "shown"),
     [
         ({}, "run 2 of about 5: elastic loader + device_p… ━━╺━━━━━━━━━ 4:15 left, 1.8× so far"),
-        (
-            {"no_color": True},
-            "run 2 of about 5: elastic loader + device_p… ━━           4:15 left, 1.8× so far",
-        ),
+        ({"no_color": True}, "run 2 of about 5: elastic loader + device_p… ━━           4:15 left, 1.8× so far"),
         ({"width": 50}, "run 2 of abou… ━━╺━━━━━━━━━ 4:15 left, 1.8× so far"),
     ],
     ids=["80 columns", "NO_COLOR", "narrow"],
 )
-def test_the_progress_on_a_terminal_is_one_line_below_what_is_said(
-    terminal: dict[str, Any], shown: str
-) -> None:
+def test_the_progress_on_a_terminal_is_one_line_below_what_is_said(terminal: dict[str, Any], shown: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, highlight=False, **{"width": 80} | terminal)
     with FixProgress(console) as progress:
         progress.say("187.9 samples/s: something holds it up")
@@ -277,10 +263,7 @@ def test_the_progress_in_a_pipe_is_lines(terminal: dict[str, Any]) -> None:
     with FixProgress(console) as progress:
         progress.run_begins("elastic loader", 255.4, 2, 5, 1.83)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert (
-        re.sub(r"\x1b\[[0-9]*m", "", text)
-        == "… run 2 of about 5: elastic loader (4 min 15 s left, 1.8× so far)\n"
-    )
+    assert re.sub(r"\x1b\[[0-9]*m", "", text) == "… run 2 of about 5: elastic loader (4 min 15 s left, 1.8× so far)\n"
 
 
 def test_the_progress_is_lines() -> None:

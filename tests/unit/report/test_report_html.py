@@ -117,9 +117,7 @@ def test_the_verdict_comes_first_and_its_change_is_ready_to_copy() -> None:
 
 
 def test_element_ids_are_unique() -> None:
-    names = [
-        attributes["id"] for _, attributes in page_of(whole_run(), FINDING).elements if "id" in attributes
-    ]
+    names = [attributes["id"] for _, attributes in page_of(whole_run(), FINDING).elements if "id" in attributes]
     assert len(names) == len(set(names))
 
 
@@ -138,9 +136,7 @@ def test_nothing_is_fetched_from_anywhere() -> None:
 
 def test_no_script_and_no_style_counts_but_ours() -> None:
     text = page(report_of(whole_run(), FINDING))
-    policy = next(
-        a["content"] for _, a in Page(text).elements if a.get("http-equiv") == "Content-Security-Policy"
-    )
+    policy = next(a["content"] for _, a in Page(text).elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
     for name in ("script", "style"):
         (own,) = re.findall(f"<{name}>(.*?)</{name}>", text, re.DOTALL)
@@ -196,10 +192,7 @@ def test_sections_without_content_are_left_out(run: Trace, missing: set[str]) ->
 
 
 def test_too_few_steps_are_no_verdict() -> None:
-    assert (
-        "Not enough training steps to judge: 1 in 0.1 s (20, or 3 in 10 s, would do)."
-        in page_of(ONE_STEP).text
-    )
+    assert "Not enough training steps to judge: 1 in 0.1 s (20, or 3 in 10 s, would do)." in page_of(ONE_STEP).text
 
 
 def test_ranks_are_listed_the_slowest_first_and_of_many_only_the_ends() -> None:
@@ -220,9 +213,7 @@ def test_charts_have_labels_for_those_who_do_not_see_them() -> None:
 
     plots = shown.plots
     assert all(plot["role"] == "img" and plot["aria-label"] and plot["tabindex"] == "0" for plot in plots)
-    tracks = [
-        a for _, a in shown.elements if (a.get("class") or "").startswith("track") and a.get("role") == "img"
-    ]
+    tracks = [a for _, a in shown.elements if (a.get("class") or "").startswith("track") and a.get("role") == "img"]
     assert all(attributes.get("aria-label") for attributes in tracks)
     assert all("median" in str(plot["aria-label"]) for plot in plots)
 
@@ -267,8 +258,7 @@ def test_text_has_the_contrast_of_wcag_aa() -> None:
     """GIVEN the colours of light, dark and paper THEN codes on the page, and words on blocks, have AA's 4.5 to 1."""
     style = (files("flatout.report") / "page.html").read_text(encoding="utf-8")
     schemes = [
-        dict(re.findall(r"--(\w+): (#\w+)", block))
-        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+        dict(re.findall(r"--(\w+): (#\w+)", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     ]
     assert len(schemes) == 3
     for scheme in schemes:

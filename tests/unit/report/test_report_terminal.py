@@ -40,9 +40,7 @@ def drawn(width: int = 80) -> list[str]:
         notes=(Note(time_s=1.0, text="something that takes many words to say, " * 4),),
         facts=Facts(own_cost=OwnCost(us_per_step=20.0)),
         workers=tuple(replace(worker(None), dataset="Pictures", length=length) for length in (4000, 500)),
-        xray=Xray(
-            steps=8, wall_ms=80, busy_ms=24, kernels=800, copies_ms={"HtoD Pageable": 3.0}, matrix_ms=4.0
-        ),
+        xray=Xray(steps=8, wall_ms=80, busy_ms=24, kernels=800, copies_ms={"HtoD Pageable": 3.0}, matrix_ms=4.0),
     )
     shown = report_of(Trace(ranks=(rank,), samples={}))
     return printed(lambda console: show(shown, console), width).splitlines()
@@ -55,9 +53,7 @@ def test_in_a_narrow_terminal_the_figures_stay_whole() -> None:
 
 
 def test_in_a_narrow_terminal_bars_of_different_lengths_differ() -> None:
-    spans = [
-        Span(name=name, start_ms=0, host_ms=ms) for name, ms in (("data", 6.5), ("sync", 2.4), ("gc", 1.1))
-    ]
+    spans = [Span(name=name, start_ms=0, host_ms=ms) for name, ms in (("data", 6.5), ("sync", 2.4), ("gc", 1.1))]
     run = report_of(trace_of(rank_of([replace(step(index), spans=tuple(spans)) for index in range(60)])))
     lines = printed(lambda console: show(run, console), 60).splitlines()
     bars = [bar for line in lines for bar in re.findall("[▏▎▍▌▋▊▉█]+", line)]
@@ -83,13 +79,8 @@ def test_the_lines_that_took_the_time_are_shown_as_they_stand_in_the_file() -> N
 
 def test_a_long_set_up_has_a_line_and_its_place() -> None:
     seen = looks("setup", "data.py:12", "read", "pandas/io.py:3", "table = pd.read_csv(path)")
-    steps = [
-        replace(step(-1), kind="setup", spans=(), wall_ms=30_000.0),
-        *(step(index) for index in range(60)),
-    ]
-    text = printed(
-        lambda console: show(run_of(trace_of(rank_of(steps, stacks=(seen,))), "runs/one"), console)
-    )
+    steps = [replace(step(-1), kind="setup", spans=(), wall_ms=30_000.0), *(step(index) for index in range(60))]
+    text = printed(lambda console: show(run_of(trace_of(rank_of(steps, stacks=(seen,))), "runs/one"), console))
     (line,) = (line for line in text.splitlines() if line.startswith("set-up"))
     assert line.split(maxsplit=3) == ["set-up", "30.0", "s", "80% of it at data.py:12 read → pandas.io"]
 
@@ -102,9 +93,7 @@ def test_exact_lines_are_called_exact() -> None:
     exact = ExactLines(time_s=110.0, in_workers=False, frames=frames, stacks=stacks)
     rank = rank_of([replace(step(n), spans=tuple(spans)) for n in range(60)], stacks=(seen,), exact=(exact,))
     run = run_of(trace_of(rank), "runs/one")
-    _, _, code = printed(lambda console: show(run, console)).partition(
-        "Your own code: 40% of training's time"
-    )
+    _, _, code = printed(lambda console: show(run, console)).partition("Your own code: 40% of training's time")
     assert [line.split() for line in code.splitlines()[1:3]] == [
         ["metrics.py,", "f_score:", "100%", "of", "that;", "exact", "lines"],
         ["100%", "11", "│", "total", "=", "total", "+", "other"],
@@ -115,14 +104,8 @@ def test_exact_lines_are_called_exact() -> None:
 @pytest.mark.parametrize(
     ("wait", "told"),
     [
-        (
-            Span(name="data", start_ms=0, host_ms=22_100),
-            "ended in a wait of 22.1 s for a batch that did not come",
-        ),
-        (
-            Span(name="sync", start_ms=0, host_ms=12_000, where="t.py:7"),
-            "a wait of 12.0 s for the GPU (t.py:7)",
-        ),
+        (Span(name="data", start_ms=0, host_ms=22_100), "ended in a wait of 22.1 s for a batch that did not come"),
+        (Span(name="sync", start_ms=0, host_ms=12_000, where="t.py:7"), "a wait of 12.0 s for the GPU (t.py:7)"),
         (Span(name="data", start_ms=0, host_ms=6_000), None),
         (Span(name="rest", start_ms=0, host_ms=60_000), None),
     ],
@@ -139,9 +122,7 @@ def test_many_waits_that_are_summed_up_are_no_hang() -> None:
     waits = [Span(name=name, start_ms=0, host_ms=50) for name in ("data", "rest") * 32]
     crowd = Span(name="data", start_ms=3200, host_ms=98_400)
     tail = Step(index=1, start_s=1.0, wall_ms=101_600, spans=(*waits, crowd), kind="tail")
-    rank = RankTrace(
-        info=RunInfo(name="train", rank=0), steps=(step(0), tail), windows=(window_of([step(0)]),)
-    )
+    rank = RankTrace(info=RunInfo(name="train", rank=0), steps=(step(0), tail), windows=(window_of([step(0)]),))
     assert not recorded(Trace(ranks=(rank,), samples={})).notes
 
 
@@ -178,16 +159,12 @@ def test_loaders_of_one_class_of_data_are_told_apart() -> None:
 
 @pytest.mark.parametrize(("numbers", "who"), [((0,), "1 worker on Photos"), ((0, 1), "2 workers on Photos")])
 def test_one_worker_is_not_written_as_a_plural(numbers: tuple[int, ...], who: str) -> None:
-    rank = rank_of(
-        steps_of([10.0] * 60), workers=tuple(replace(worker(number), length=1) for number in numbers)
-    )
+    rank = rank_of(steps_of([10.0] * 60), workers=tuple(replace(worker(number), length=1) for number in numbers))
     shown = report_of(trace_of(rank))
     assert f"Loading: {who} of 1 sample: " in printed(lambda console: show(shown, console))
 
 
-@pytest.mark.parametrize(
-    ("replayed_ms", "said"), [(5.0, "(2.0×)"), (500.0, None)], ids=["quick", "disturbed"]
-)
+@pytest.mark.parametrize(("replayed_ms", "said"), [(5.0, "(2.0×)"), (500.0, None)], ids=["quick", "disturbed"])
 def test_a_ceiling_below_the_run_is_not_shown(replayed_ms: float, said: str | None) -> None:
     replays = steps_of([replayed_ms] * 8, kind="replay")
     shown = report_of(trace_of(rank_of([*steps_of([10.0] * 60), *replays])))
@@ -207,9 +184,7 @@ def test_times_of_microseconds_are_not_shown_as_zero() -> None:
 def test_the_speed_of_all_ranks_is_shown_beside_that_of_the_first() -> None:
     steps = [step(index) for index in range(1, 11)]
     ranks = [
-        RankTrace(
-            info=RunInfo(name="train", rank=r, world_size=2), steps=tuple(steps), windows=(window_of(steps),)
-        )
+        RankTrace(info=RunInfo(name="train", rank=r, world_size=2), steps=tuple(steps), windows=(window_of(steps),))
         for r in (0, 1)
     ]
     shown = report_of(Trace(ranks=tuple(ranks), samples={}))
@@ -237,10 +212,7 @@ HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b1m\b\x7f\u202etxt\u2066"
 def test_nothing_that_a_terminal_would_obey_reaches_it() -> None:
     """GIVEN hostile text that no reader has cleaned: a name, a note, a place, a line of code, a kernel, a folder."""
     seen = looks("samples", f"{HOSTILE}:20", HOSTILE, f"{HOSTILE}:7", HOSTILE, dataset="Photos")
-    waits = (
-        Span(name=HOSTILE, start_ms=0, host_ms=3.0, where=HOSTILE),
-        Span(name="data", start_ms=3, host_ms=7.0),
-    )
+    waits = (Span(name=HOSTILE, start_ms=0, host_ms=3.0, where=HOSTILE), Span(name="data", start_ms=3, host_ms=7.0))
     rank = rank_of(
         steps_of([10.0] * 60, spans=waits),
         notes=(Note(time_s=1.0, text=HOSTILE),),
@@ -266,9 +238,6 @@ def test_one_kernel_is_not_written_as_a_plural() -> None:
     one = Xray(steps=8, wall_ms=80, busy_ms=24, kernels=8, kernel_us=Sketch.of([10.0] * 8))
     view = view_of(report_of(trace_of(rank_of(steps_of([10.0] * 60), xray=one))), brief=False)
     (said,) = (
-        part
-        for section in view.sections
-        for part in section.parts
-        if "kernel" in part and isinstance(part, str)
+        part for section in view.sections for part in section.parts if "kernel" in part and isinstance(part, str)
     )
     assert "1 kernel a step" in said

@@ -27,9 +27,7 @@ def test_a_container_under_cgroup_v2(machine: Machine) -> None:
     found = budget.measure(machine("container-cgroup-v2"), environ={}, affinity=64)
     assert (found.cores_of_machine, found.cores_allowed, found.cores) == (64, 6.5, 5)
     assert found.memory_bytes == 32 * GIB
-    assert found.memory_available_bytes == 34359738368 - (
-        20000000000 - 12000000000
-    )  # the page cache can be given back
+    assert found.memory_available_bytes == 34359738368 - (20000000000 - 12000000000)  # the page cache can be given back
     assert found.reasons[0] == "the cgroup's CPU quota is 6.5 cores"
     assert found.reasons[-1] == "the cgroup's memory limit is 32.0 GiB"
 
@@ -99,9 +97,7 @@ def test_a_quota_is_for_all_ranks_together_whatever_their_masks(machine: Machine
         ({"WORLD_SIZE": "64"}, 1),
     ],
 )
-def test_launchers_say_how_many_ranks_share_the_node(
-    machine: Machine, environ: dict[str, str], ranks: int
-) -> None:
+def test_launchers_say_how_many_ranks_share_the_node(machine: Machine, environ: dict[str, str], ranks: int) -> None:
     assert budget.measure(machine("slice-cgroup-v2"), environ=environ, affinity=64).ranks_on_node == ranks
 
 

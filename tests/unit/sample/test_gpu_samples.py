@@ -147,9 +147,7 @@ def test_the_first_read_has_levels_but_no_activity_yet(watch: Callable[..., Gpus
     assert first.power_w is not None
 
 
-def test_pulses_come_out_with_the_next_read_and_never_too_close(
-    nvml: RecordedNvml, watch: Callable[..., Gpus]
-) -> None:
+def test_pulses_come_out_with_the_next_read_and_never_too_close(nvml: RecordedNvml, watch: Callable[..., Gpus]) -> None:
     gpus = watch()
     gpus.read(0.0)
     nvml.moment = "matmul"
@@ -301,11 +299,7 @@ def test_no_driver_is_said_once_and_costs_only_the_gpus(
 
 @pytest.mark.parametrize(
     ("there", "asked", "text"),
-    [
-        (1, 3, "there is no GPU 3: this machine has 1"),
-        (2, -1, "there is no GPU -1"),
-        (0, 0, "this machine has 0"),
-    ],
+    [(1, 3, "there is no GPU 3: this machine has 1"), (2, -1, "there is no GPU -1"), (0, 0, "this machine has 0")],
 )
 def test_an_index_that_is_not_there_is_refused(
     nvml: RecordedNvml, watch: Callable[..., Gpus], there: int, asked: int, text: str

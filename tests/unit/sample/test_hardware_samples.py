@@ -97,9 +97,7 @@ def test_a_pid_that_is_not_there_is_refused_before_anything_is_opened(nvml: Reco
     assert nvml.asked == []
 
 
-def test_closing_lets_go_of_the_driver_and_no_descriptor_stays_open(
-    machine: Machine, nvml: RecordedNvml
-) -> None:
+def test_closing_lets_go_of_the_driver_and_no_descriptor_stays_open(machine: Machine, nvml: RecordedNvml) -> None:
     before = psutil.Process().num_fds()
     sampler = Sampler(root=machine("vm-cgroup-v1-before"), pids=[TRAINER], nvml=nvml)
     sampler.read()

@@ -85,9 +85,7 @@ def test_pressure_is_the_share_of_time_somebody_waited(machine: Machine) -> None
 def test_levels(machine: Machine) -> None:
     sample = read_twice(machine)
     root = machine("vm-cgroup-v1-after")
-    kib = {
-        name: numbers(root, "proc/meminfo", f"{name}:")[0] for name in ("MemTotal", "MemAvailable", "Cached")
-    }
+    kib = {name: numbers(root, "proc/meminfo", f"{name}:")[0] for name in ("MemTotal", "MemAvailable", "Cached")}
     assert sample.memory_used_bytes == (kib["MemTotal"] - kib["MemAvailable"]) * 1024
     assert sample.page_cache_bytes == kib["Cached"] * 1024
     assert sample.swap_used_bytes == 0
@@ -105,9 +103,7 @@ def test_a_quota_that_holds_back_is_the_share_of_its_periods(machine: Machine) -
     host = Host(root)
     host.read(0.0)
     stat = root / "sys/fs/cgroup/cpu.stat"
-    stat.write_text(
-        stat.read_text().replace("nr_periods 4000", "nr_periods 4020").replace("led 1000", "led 1005")
-    )
+    stat.write_text(stat.read_text().replace("nr_periods 4000", "nr_periods 4020").replace("led 1000", "led 1005"))
     assert host.read(2.0).throttled_pct == 25.0
     assert host.read(3.0).throttled_pct == 0.0  # nothing ran: nothing was held back
 

@@ -206,9 +206,7 @@ def test_a_real_training_here(tmp_path: Path) -> None:
     workers = [sample for sample in found.values() if sample.role == "worker"]
     assert sorted("--multiprocessing-fork" in children[worker.pid] for worker in workers) == [False, True]
     assert all((worker.rss_bytes or 0) > 10e6 for worker in workers)
-    assert all(
-        0 < (worker.pss_bytes or 0) < (worker.rss_bytes or 0) for worker in workers
-    )  # pages shared count once
+    assert all(0 < (worker.pss_bytes or 0) < (worker.rss_bytes or 0) for worker in workers)  # pages shared count once
 
 
 def test_a_process_that_ends_between_reads_is_gone() -> None:

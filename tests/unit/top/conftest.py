@@ -57,9 +57,7 @@ class FakeMachine:
         )
         self._pulses = []
         self._read_s = self._now_s
-        return dataclasses.replace(
-            self._sample, time_s=self._now_s, interval_s=self._now_s - start_s, gpus=gpus
-        )
+        return dataclasses.replace(self._sample, time_s=self._now_s, interval_s=self._now_s - start_s, gpus=gpus)
 
     def close(self) -> None:
         self.closed = True
@@ -69,9 +67,7 @@ class FakeMachine:
         steps = 64
         if end_s <= start_s:
             return self._activity(start_s)
-        return (
-            sum(self._activity(start_s + (end_s - start_s) * (k + 0.5) / steps) for k in range(steps)) / steps
-        )
+        return sum(self._activity(start_s + (end_s - start_s) * (k + 0.5) / steps) for k in range(steps)) / steps
 
 
 @pytest.fixture

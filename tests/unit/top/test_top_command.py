@@ -70,9 +70,7 @@ def test_ctrl_c_ends_with_the_summary(top, machine, capsys: pytest.CaptureFixtur
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_once_as_json_is_one_reading_and_nothing_else(
-    top, machine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_once_as_json_is_one_reading_and_nothing_else(top, machine, capsys: pytest.CaptureFixture[str]) -> None:
     here = machine(lambda _: 42.0)
     here.notes.append("this GPU is old")
     top(here, once=True, json_to="-")
@@ -142,9 +140,7 @@ def test_a_row_a_sample(top, machine, tmp_path: Path) -> None:
     assert {name: rows[1][name] for name in expected} == expected
 
 
-def test_rows_that_no_longer_fit_on_the_disk_are_one_line(
-    top, tmp_path: Path, full_disk: Callable[[], Any]
-) -> None:
+def test_rows_that_no_longer_fit_on_the_disk_are_one_line(top, tmp_path: Path, full_disk: Callable[[], Any]) -> None:
     path = tmp_path / "rows.csv"
     with full_disk(), pytest.raises(UsageError, match=f"^cannot write {path}: File too large$"):
         top(duration_s=20.0, csv_to=str(path))
@@ -175,9 +171,7 @@ def test_a_recording_sums_up_to_what_was_seen_live(top, machine, tmp_path: Path,
     assert len(read(tmp_path / "run").samples[seen.hostname]) == 30
 
 
-def test_a_replay_can_be_summed_up_as_json(
-    top, make_sample: Make, record: Callable[..., Path], capsys
-) -> None:
+def test_a_replay_can_be_summed_up_as_json(top, make_sample: Make, record: Callable[..., Path], capsys) -> None:
     folder = record([make_sample(float(t), sm=88, gpus=2) for t in range(4)])
     top(replay_from=folder, json_to="-", gpus=(1,), terminal=(80, 24))
     assert [gpu["index"] for gpu in json.loads(capsys.readouterr().out)["gpus"]] == [1]
@@ -268,18 +262,14 @@ def test_a_sampler_that_refuses_leaves_nothing(tmp_path: Path) -> None:
     def refuse(gpus: object, pids: object) -> Any:
         raise UsageError("there is no GPU 9")
 
-    options = TopOptions(
-        gpus=(9,), duration_s=2.0, record_to=tmp_path / "run", csv_to=str(tmp_path / "rows.csv")
-    )
+    options = TopOptions(gpus=(9,), duration_s=2.0, record_to=tmp_path / "run", csv_to=str(tmp_path / "rows.csv"))
     with pytest.raises(FlatoutError, match="there is no GPU 9"):
         run(options, find_terminal=lambda: None, make_sampler=refuse)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_terminal_of_20_columns(top, tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"needs at least 60 columns and 20 lines .* use --duration, or pipe"
-    ):
+    with pytest.raises(UsageError, match=r"needs at least 60 columns and 20 lines .* use --duration, or pipe"):
         top(terminal=(20, 24), record_to=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     assert top(terminal=(20, 24), duration_s=3.0).host.samples == 3
@@ -291,9 +281,7 @@ def test_without_textual_it_says_what_to_install_and_goes_on_in_text(
     monkeypatch.delitem(sys.modules, "flatout.top.view", raising=False)
     monkeypatch.setitem(sys.modules, "textual.app", None)
     monkeypatch.setitem(sys.modules, "textual", None)
-    with pytest.raises(
-        UsageError, match=r"needs Textual: pip install 'flatout\[top\]'. Without it: flatout top --dur"
-    ):
+    with pytest.raises(UsageError, match=r"needs Textual: pip install 'flatout\[top\]'. Without it: flatout top --dur"):
         top(terminal=(80, 24), record_to=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     assert top(terminal=(80, 24), duration_s=3.0).host.samples == 3
@@ -312,14 +300,7 @@ def test_every_field_and_column_is_in_the_guide(top, machine, tmp_path: Path) ->
     )
     top(here, duration_s=4.0, json_to=str(tmp_path / "sum.json"))
     summary = json.loads((tmp_path / "sum.json").read_text())
-    names = {
-        *HOST_COLUMNS,
-        *GPU_COLUMNS,
-        *summary,
-        *summary["gpus"][0],
-        *summary["host"],
-        *summary["targets"][0],
-    }
+    names = {*HOST_COLUMNS, *GPU_COLUMNS, *summary, *summary["gpus"][0], *summary["host"], *summary["targets"][0]}
     assert not {name for name in names if f"`{name}`" not in guide}
 
 

@@ -94,15 +94,11 @@ def test_energy_follows_the_counter_and_power_where_it_stands_still(make_sample:
 
 
 def test_energy_without_a_counter_is_power_times_time(make_sample: Make) -> None:
-    assert figures_of([make_sample(2.0, interval_s=2.0, gpu={"power_w": 350.0})]).energy_j == pytest.approx(
-        700
-    )
+    assert figures_of([make_sample(2.0, interval_s=2.0, gpu={"power_w": 350.0})]).energy_j == pytest.approx(700)
 
 
 def test_energy_survives_a_counter_that_starts_again(make_sample: Make) -> None:
-    samples = [
-        make_sample(float(t), gpu={"energy_j": j, "power_w": 100.0}) for t, j in enumerate((900.0, 5.0, 5.0))
-    ]
+    samples = [make_sample(float(t), gpu={"energy_j": j, "power_w": 100.0}) for t, j in enumerate((900.0, 5.0, 5.0))]
     assert figures_of(samples).energy_j == pytest.approx(300)
 
 
@@ -120,8 +116,7 @@ def test_under_a_quota_the_cpu_figure_is_the_share_of_the_quota(make_sample: Mak
 
 def test_the_host_in_figures(make_sample: Make) -> None:
     disks = tuple(
-        DiskSample(name=n, read_bytes_s=1e6, write_bytes_s=0.0, busy_pct=b)
-        for n, b in (("a", 20.0), ("b", 70.0))
+        DiskSample(name=n, read_bytes_s=1e6, write_bytes_s=0.0, busy_pct=b) for n, b in (("a", 20.0), ("b", 70.0))
     )
     sample = make_sample(cpu=40.0, trainer_cpu=90.0, workers=4, host={"disks": disks, "iowait_pct": 3.0})
     host = Figures([sample], cores_allowed=16.0)

@@ -58,9 +58,7 @@ def test_after_falling_behind_the_samples_keep_their_interval(machine) -> None:
 
 @pytest.mark.parametrize("phase_s", [0.0, 0.3, 0.77])
 @pytest.mark.parametrize("has_gpm", [True, False])
-def test_a_load_switched_on_and_off_shows_its_true_fluctuation(
-    machine, phase_s: float, has_gpm: bool
-) -> None:
+def test_a_load_switched_on_and_off_shows_its_true_fluctuation(machine, phase_s: float, has_gpm: bool) -> None:
     # GIVEN a load with a period of 4 s, read once a second
     def square(t: float) -> float:
         return 96.0 if (t + phase_s) % 4 < 2 else 0.0
@@ -112,9 +110,7 @@ def test_only_the_gpus_asked_for(make_sample: Make, record: Callable[..., Path])
         replay(folder, gpus=(7,))
 
 
-def test_a_recording_of_nothing_or_of_two_machines_is_refused(
-    make_sample: Make, record: Callable[..., Path]
-) -> None:
+def test_a_recording_of_nothing_or_of_two_machines_is_refused(make_sample: Make, record: Callable[..., Path]) -> None:
     with pytest.raises(FlatoutError, match="holds no hardware samples"):
         replay(record([], "empty"))
     two = record([make_sample()], "two")

@@ -20,9 +20,7 @@ def check(*samples: Sample) -> dict[tuple[str, int | None], TargetResult]:
 def test_met_or_missed_and_by_how_much(make_sample: Make) -> None:
     results = check(make_sample(sm=85, util=80))
     expected = {"sm": 5, "util": -5, "fluctuation": 10, "memory": -20, "power": -30, "temperature": 25}
-    assert {name: result.margin for (name, gpu), result in results.items() if gpu == 0} == pytest.approx(
-        expected
-    )
+    assert {name: result.margin for (name, gpu), result in results.items() if gpu == 0} == pytest.approx(expected)
     assert [result.met for result in results.values()] == [True, False, True, False, False, True, True]
 
 

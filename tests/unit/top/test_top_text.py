@@ -45,9 +45,7 @@ def test_a_process_whose_use_of_the_cpu_is_not_known_yet_is_not_idle(make_sample
 
 def test_the_summary_of_one_gpu(make_sample: Make) -> None:
     pulses = (0.0, 100.0)
-    samples = [
-        make_sample(float(t), sm=50, util=60, pulses=pulses, trainer_cpu=40, workers=2) for t in range(4)
-    ]
+    samples = [make_sample(float(t), sm=50, util=60, pulses=pulses, trainer_cpu=40, workers=2) for t in range(4)]
     assert list(summary_lines(summed(*samples, notes=("the disk is not known",)))) == [
         "flatout top · node-1 · 4.0 s · 4 samples",
         "",
@@ -116,14 +114,7 @@ def test_a_gpu_without_gpm_says_what_stands_in(make_sample: Make) -> None:
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_nothing_is_wider_than_80_columns(make_sample: Make, gpus: int) -> None:
     everything = {"throttle": ("heat (hardware slowdown)",), "tensor_active_pct": 3.0, "dram_active_pct": 4.0}
-    fields = {
-        "sm": 100.0,
-        "util": 100.0,
-        "gpu": everything,
-        "trainer_cpu": 100.0,
-        "workers": 12,
-        "gpus": gpus,
-    }
+    fields = {"sm": 100.0, "util": 100.0, "gpu": everything, "trainer_cpu": 100.0, "workers": 12, "gpus": gpus}
     samples = [make_sample(float(t), **fields) for t in range(200)]
     assert max(len(line) for line in summary_lines(summed(*samples, notes=("a long note " * 20,)))) <= 80
 

@@ -39,11 +39,7 @@ SWINGING = {"sm": 50.0, "util": 60.0, "pulses": (0.0, 0.0, 0.0, 0.0, 95.0, 95.0,
 @pytest.mark.parametrize(
     ("word", "fields", "reason"),
     [
-        (
-            "healthy",
-            {"sm": 92.0, "util": 99.0},
-            "SM active averages 92% with a fluctuation of 0 points, idle 0% of",
-        ),
+        ("healthy", {"sm": 92.0, "util": 99.0}, "SM active averages 92% with a fluctuation of 0 points, idle 0% of"),
         ("healthy", {"sm": 70.0, "util": 80.0}, "SM active averages 70%"),
         (
             "starved",
@@ -54,48 +50,28 @@ SWINGING = {"sm": 50.0, "util": 60.0, "pulses": (0.0, 0.0, 0.0, 0.0, 95.0, 95.0,
         ("starved", {**SWINGING, "pulses": (12.0, 95.0) * 4}, "SM active averages 5"),  # never below 10
         ("starved", {**SWINGING, "pulses": (0.0, 66.0) * 4}, "SM active averages 3"),  # never above 70
         ("fluctuating", {**SWINGING, "pulses": (8.0, 72.0) * 4}, "between 8% (p5) and 72% (p95)"),
-        (
-            "fluctuating",
-            SWINGING,
-            "between 0% (p5) and 95% (p95): idle 50% of the time, up to 0.5 s in a row",
-        ),
+        ("fluctuating", SWINGING, "between 0% (p5) and 95% (p95): idle 50% of the time, up to 0.5 s in a row"),
         ("busy but wasteful", {"sm": 8.0, "util": 99.0}, "GPU-Util reads 99%, yet SM active is 8%"),
         ("starved", {"sm": 26.0, "util": 99.0}, "SM active averages 26%"),
         ("CPU-bound", {**LOW, "cpu": 97.0}, "97% of the cores are busy while SM active averages 30%"),
         ("CPU-bound", {**SWINGING, "cpu": 97.0}, "97% of the cores"),
-        (
-            "CPU-bound",
-            {**LOW, "host": {"throttled_pct": 40.0}},
-            "the cgroup's CPU quota held processes back 40%",
-        ),
+        ("CPU-bound", {**LOW, "host": {"throttled_pct": 40.0}}, "the cgroup's CPU quota held processes back 40%"),
         ("disk-bound", {**LOW, "host": {"iowait_pct": 40.0}}, "iowait is 40% while SM active averages 30%"),
         ("disk-bound", {**LOW, "host": {"pressure_io_pct": 80.0}}, "waited for storage 80% of the time"),
         ("disk-bound", {**LOW, "host": {"disks": DISK}}, "the busiest disk is 99% busy"),
-        (
-            "healthy",
-            {"sm": 92.0, "util": 99.0, "cpu": 97.0, "host": {"disks": DISK}},
-            "SM active averages 92%",
-        ),
+        ("healthy", {"sm": 92.0, "util": 99.0, "cpu": 97.0, "host": {"disks": DISK}}, "SM active averages 92%"),
         (
             "throttled",
             {"sm": 92.0, "gpu": {"throttle": ("heat (hardware slowdown)",)}},
             "heat (hardware slowdown) held the clocks down for 100% of the time.",
         ),
-        (
-            "healthy",
-            {"sm": 92.0, "gpu": {"throttle": ("power cap",), "power_w": 700.0}},
-            "SM active averages 92%",
-        ),
+        ("healthy", {"sm": 92.0, "gpu": {"throttle": ("power cap",), "power_w": 700.0}}, "SM active averages 92%"),
         (
             "near out of memory",
             {"sm": 92.0, "gpu": {"memory_used_bytes": 135 << 30}},
             "the GPU's memory was 96.4% full",
         ),
-        (
-            "near out of memory",
-            {"sm": 92.0, "host": {"memory_used_bytes": 125 << 30}},
-            "the host's memory was 97.7%",
-        ),
+        ("near out of memory", {"sm": 92.0, "host": {"memory_used_bytes": 125 << 30}}, "the host's memory was 97.7%"),
         ("idle", {"sm": 0.0, "util": 0.0}, "SM active averages 0%: nothing used the GPU"),
         ("starved", {"sm": 1.0, "util": 2.0, "trainer_cpu": 60.0}, "SM active averages 1%"),
         ("no GPU", {"gpus": 0, "cpu": 12.0}, "only the host was measured (CPU 12%)"),
@@ -137,8 +113,7 @@ def test_a_machine_is_judged_by_its_worst_gpu(make_sample: Make) -> None:
         shares = (95.0, 40.0, 0.0)
         base = make_sample(time_s, cpu=20.0)
         gpus = tuple(
-            dataclasses.replace(gpu, sm_active_pct=sm, gpu_util_pct=sm)
-            for gpu, sm in zip(three, shares, strict=True)
+            dataclasses.replace(gpu, sm_active_pct=sm, gpu_util_pct=sm) for gpu, sm in zip(three, shares, strict=True)
         )
         return dataclasses.replace(base, gpus=gpus)
 
@@ -155,10 +130,4 @@ def test_the_throttle_words_are_those_the_sampler_says() -> None:
 
 def test_the_documented_verdicts_exist() -> None:
     promised = ["healthy", "fluctuating", "starved", "CPU-bound", "disk-bound", "throttled", "idle"]
-    assert set(WORDS) == {
-        *promised,
-        "busy but wasteful",
-        "near out of memory",
-        "no GPU",
-        "not enough samples",
-    }
+    assert set(WORDS) == {*promised, "busy but wasteful", "near out of memory", "no GPU", "not enough samples"}

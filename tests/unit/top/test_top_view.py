@@ -28,32 +28,18 @@ from flatout.trace import DiskSample, ProcessSample, Sample
 
 Make = Callable[..., Sample]
 DISKS = (DiskSample(name="nvme0n1", read_bytes_s=4e8, write_bytes_s=3e6, busy_pct=37.0),)
-GPM = {
-    "tensor_active_pct": 43.0,
-    "dram_active_pct": 21.0,
-    "sm_occupancy_pct": 12.0,
-    "pcie_rx_bytes_s": 2.0**30,
-}
+GPM = {"tensor_active_pct": 43.0, "dram_active_pct": 21.0, "sm_occupancy_pct": 12.0, "pcie_rx_bytes_s": 2.0**30}
 
 
 def busy_second(make_sample: Make, t: float, **fields: object) -> Sample:
-    settings = {
-        "sm": 71.0,
-        "util": 98.0,
-        "trainer_cpu": 97.0,
-        "workers": 3,
-        "host": {"disks": DISKS},
-        "gpu": GPM,
-    }
+    settings = {"sm": 71.0, "util": 98.0, "trainer_cpu": 97.0, "workers": 3, "host": {"disks": DISKS}, "gpu": GPM}
     return make_sample(t, **(settings | fields))
 
 
 def screen_of(view: TopView) -> str:
     """What stands on the screen, taken from the picture it exports: its text, line by line."""
     found: dict[float, list[tuple[float, str]]] = {}
-    for x, y, text in re.findall(
-        r'<text[^>]* x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', view.export_screenshot()
-    ):
+    for x, y, text in re.findall(r'<text[^>]* x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', view.export_screenshot()):
         found.setdefault(float(y), []).append((float(x), html.unescape(text).replace("\xa0", " ")))
     return "\n".join("".join(text for _, text in sorted(parts)) for _, parts in sorted(found.items()))
 
@@ -81,9 +67,7 @@ def view_of(record: Callable[..., Path]) -> Callable[..., TopView]:
 def watch(view_of: Callable[..., TopView]) -> Callable[..., list[str]]:
     """Plays samples in a terminal of some size; then presses keys, each until its words are there."""
 
-    def play(
-        samples: list[Sample], size: tuple[int, int] = (80, 24), keys: dict[str, str] | None = None
-    ) -> list[str]:
+    def play(samples: list[Sample], size: tuple[int, int] = (80, 24), keys: dict[str, str] | None = None) -> list[str]:
         view = view_of(*samples)
 
         async def look() -> list[str]:
@@ -189,10 +173,7 @@ def test_a_machine_without_a_gpu(watch, make_sample: Make) -> None:
 
 def test_what_stands_in_brackets_is_shown_as_it_is(watch, make_sample: Make) -> None:
     """Textual and rich would take it for markup: of a color, of something to click on, or broken."""
-    odd = {
-        "host": {"disks": (dataclasses.replace(DISKS[0], name="[/red]"),)},
-        "gpu": {"name": "GPU [@click=app.quit]"},
-    }
+    odd = {"host": {"disks": (dataclasses.replace(DISKS[0], name="[/red]"),)}, "gpu": {"name": "GPU [@click=app.quit]"}}
     (screen,) = watch([busy_second(make_sample, float(t), **odd) for t in range(3)])
     assert "[/red]" in screen
     assert "GPU 0 GPU [@click=app.quit]" in screen
@@ -200,9 +181,7 @@ def test_what_stands_in_brackets_is_shown_as_it_is(watch, make_sample: Make) -> 
 
 def test_one_core_is_not_written_as_a_plural(make_sample: Make) -> None:
     host = dataclasses.replace(make_sample(1.0).host, cores_pct=(50.0,))
-    scene = Scene(
-        samples=[dataclasses.replace(make_sample(1.0), host=host)], gpu=0, cores_allowed=0.5, notes=()
-    )
+    scene = Scene(samples=[dataclasses.replace(make_sample(1.0), host=host)], gpu=0, cores_allowed=0.5, notes=())
     assert cpu_panel(scene, 80, 3).title.endswith("of 0.5 of 1 core")
 
 

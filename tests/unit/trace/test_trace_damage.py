@@ -46,14 +46,7 @@ def read_from(path: Path) -> RankTrace:
 
 def test_damage_of_any_kind_ends_in_a_summary_or_in_one_line(tmp_path: Path) -> None:
     """benchmarks/damage.py does the same a thousand times."""
-    small = (
-        "cpu-data.main",
-        "cpu-data.slow",
-        "cpu-dist.comm",
-        "cpu-compute.saturated-fed",
-        "h200-copy",
-        "h200-sync",
-    )
+    small = ("cpu-data.main", "cpu-data.slow", "cpu-dist.comm", "cpu-compute.saturated-fed", "h200-copy", "h200-sync")
     originals = unpacked(tmp_path / "originals", lambda name: name.startswith(small))
     assert len(originals) >= len(small)
     for seed in range(MUTATIONS):
@@ -65,23 +58,11 @@ def test_damage_of_any_kind_ends_in_a_summary_or_in_one_line(tmp_path: Path) -> 
     ("line", "why"),
     [
         ('{"record":"step","index":7,"start_s":1.0}', "wall_ms is missing"),
-        (
-            '{"record":"step","index":7,"start_s":1.0,"wall_ms":"10"}',
-            "wall_ms: a number is expected, not '10'",
-        ),
+        ('{"record":"step","index":7,"start_s":1.0,"wall_ms":"10"}', "wall_ms: a number is expected, not '10'"),
         ('{"record":"step","index":7,"start_s":1.0,"wall_ms":NaN}', "it is not JSON"),
-        (
-            '{"record":"step","index":7,"start_s":1.0,"wall_ms":1e999}',
-            "wall_ms: a number is expected, not inf",
-        ),
-        (
-            '{"record":"step","index":7,"start_s":1.0,"wall_ms":-5.0}',
-            "wall_ms: a number is expected, not -5.0",
-        ),
-        (
-            '{"record":"step","index":true,"start_s":1.0,"wall_ms":5.0}',
-            "index: a whole number is expected, not True",
-        ),
+        ('{"record":"step","index":7,"start_s":1.0,"wall_ms":1e999}', "wall_ms: a number is expected, not inf"),
+        ('{"record":"step","index":7,"start_s":1.0,"wall_ms":-5.0}', "wall_ms: a number is expected, not -5.0"),
+        ('{"record":"step","index":true,"start_s":1.0,"wall_ms":5.0}', "index: a whole number is expected, not True"),
         ('{"record":"step","index":7,"start_s":1.0,"wall_ms":5.0,"spans":{}}', "spans: a list is expected"),
         ('{"record":[],"index":7}', "it does not say what it is"),
         ("[1, 2]", "it is not a JSON object"),
@@ -94,9 +75,9 @@ def test_a_damaged_line_is_left_out_and_said(line: str | bytes, why: str, tmp_pa
     with_line(path, 3, line)
     rank = read_from(path)
     assert [step.index for step in rank.steps] == [0, 2, 3, 4]
-    assert [
-        note.text.startswith("rank-00000.jsonl: 1 damaged line was left out (line 3: ") for note in rank.notes
-    ] == [True]
+    assert [note.text.startswith("rank-00000.jsonl: 1 damaged line was left out (line 3: ") for note in rank.notes] == [
+        True
+    ]
     assert why in rank.notes[0].text
 
 
@@ -116,11 +97,7 @@ def test_a_damaged_first_line_is_named(tmp_path: Path) -> None:
 
 def test_facts_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> None:
     good = {"dataset": "m.D", "batch_size": 8}
-    facts = {
-        "loaders": [good, 3, {"batch_size": 4}, good | {"batch_size": "x"}],
-        "autocast": 3,
-        "of_my_own": [1, {}],
-    }
+    facts = {"loaders": [good, 3, {"batch_size": 4}, good | {"batch_size": "x"}], "autocast": 3, "of_my_own": [1, {}]}
     path = recorded(tmp_path)
     values = {**facts, "memory_retries": -1, "own_cost": []}
     number = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if '"record":"facts"' in line)
@@ -144,14 +121,12 @@ def test_a_trace_too_large_for_memory_is_read_in_part_and_that_is_said(
     monkeypatch.setattr(reader, "MOST_IN_MEMORY", 200_000)
     rank = read_from(path)
     assert 0 < len(rank.steps) < whole / 2
-    assert [
-        note.text.startswith("rank-00000.jsonl: larger than flatout reads: its last ") for note in rank.notes
-    ] == [True]
+    assert [note.text.startswith("rank-00000.jsonl: larger than flatout reads: its last ") for note in rank.notes] == [
+        True
+    ]
 
 
-def test_a_line_without_an_end_is_not_taken_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_without_an_end_is_not_taken_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "LONGEST_LINE", 10_000)
     path = recorded(tmp_path)
     with_line(path, 3, "x" * 100_000)
@@ -206,9 +181,7 @@ def test_a_hostile_trace_sends_no_escape_sequence_to_the_terminal(
                 span = Span(name=hostile, start_ms=0.0, host_ms=10.0, where=hostile)
                 writer.write(Step(index=index, start_s=float(index), wall_ms=10.0, spans=(span,)))
             writer.write(Note(time_s=1.0, text=hostile))
-            writer.write(
-                FactsRecord(time_s=1.0, values=Facts(optimizer=hostile * (number + 1), loaders=(loader,)))
-            )
+            writer.write(FactsRecord(time_s=1.0, values=Facts(optimizer=hostile * (number + 1), loaders=(loader,))))
     shown_folders = folders if verb == "compare" else folders[:1]
 
     code, out, err = flatout_says(verb, *shown_folders)
@@ -219,9 +192,7 @@ def test_a_hostile_trace_sends_no_escape_sequence_to_the_terminal(
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", out + err)
 
 
-def test_the_harness_knows_a_traceback_when_it_sees_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_knows_a_traceback_when_it_sees_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("not ours to catch")
 

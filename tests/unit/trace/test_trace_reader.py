@@ -61,9 +61,7 @@ def test_exact_lines_belong_to_their_rank_and_damaged_ones_are_passed_over(tmp_p
     record(tmp_path, rank=1)
     stacks = (StackCount(frames=(0,), looks=12),)
     frames = (Frame(where="train.py:7", function="metric"),)
-    seen = [
-        ExactLines(time_s=1.0, in_workers=workers, frames=frames, stacks=stacks) for workers in (False, True)
-    ]
+    seen = [ExactLines(time_s=1.0, in_workers=workers, frames=frames, stacks=stacks) for workers in (False, True)]
     written = [json.dumps(encode(one)) for one in seen]
     damaged = written[0].replace("12", '"many"')
     (tmp_path / "lines-00001.jsonl").write_text("\n".join([*written, damaged, "main;train 12", ""]))
@@ -82,9 +80,7 @@ def test_damaged_lines_and_unknown_records_are_passed_over(tmp_path: Path) -> No
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     path = record(tmp_path)
     path.write_text(path.read_text().replace(f'"schema":{SCHEMA}', '"schema":99'))
-    with pytest.raises(
-        TraceError, match=r"has trace schema 99, this flatout reads schema 1: use the flatout version"
-    ):
+    with pytest.raises(TraceError, match=r"has trace schema 99, this flatout reads schema 1: use the flatout version"):
         read(tmp_path)
     summary = tmp_path / "rank-00000.summary.json"
     summary.write_text(summary.read_text().replace(f'"schema":{SCHEMA}', '"schema":99'))

@@ -70,11 +70,7 @@ host = st.builds(
     cores_pct=st.none() | st.lists(rounded(0, 100), max_size=4).map(tuple),
 )
 sample = st.builds(
-    Sample,
-    time_s=rounded(0, 1e7),
-    interval_s=rounded(0, 60),
-    host=host,
-    gpus=st.lists(gpu, max_size=2).map(tuple),
+    Sample, time_s=rounded(0, 1e7), interval_s=rounded(0, 60), host=host, gpus=st.lists(gpu, max_size=2).map(tuple)
 )
 sketch = st.lists(rounded(0, 1e4), max_size=10).map(Sketch.of)
 window = st.builds(
@@ -86,16 +82,12 @@ window = st.builds(
     spans_ms=st.dictionaries(text, sketch, max_size=3),
     gpu_idle_ms=st.dictionaries(text, rounded(0, 1e4), max_size=3),
 )
-info = st.builds(
-    RunInfo, name=text, command=st.lists(text, max_size=3).map(tuple), rank=st.none() | st.integers(0, 99)
-)
+info = st.builds(RunInfo, name=text, command=st.lists(text, max_size=3).map(tuple), rank=st.none() | st.integers(0, 99))
 note = st.builds(Note, time_s=rounded(0, 1e7), text=text)
 summary = st.builds(
     Summary, info=info, wall_ms=sketch, notes=st.lists(note, max_size=2).map(tuple), ended=st.booleans()
 )
-loader = st.builds(
-    LoaderFacts, dataset=text, length=st.none() | st.integers(0, 10**18), written=st.none() | text
-)
+loader = st.builds(LoaderFacts, dataset=text, length=st.none() | st.integers(0, 10**18), written=st.none() | text)
 changed = st.builds(AppliedChange, name=text, value=text, applied=st.booleans(), how=text)
 settings = st.builds(SettingsRead, source=text, values=st.dictionaries(text, text | st.none()))
 values = st.builds(
@@ -106,14 +98,10 @@ values = st.builds(
     settings=st.lists(settings, max_size=2).map(tuple),
 )
 facts = st.builds(FactsRecord, time_s=rounded(0, 1e7), values=values)
-xray = st.builds(
-    Xray, steps=st.integers(1, 9), wall_ms=rounded(0, 1e4), busy_ms=rounded(0, 1e4), kernel_us=sketch
-)
+xray = st.builds(Xray, steps=st.integers(1, 9), wall_ms=rounded(0, 1e4), busy_ms=rounded(0, 1e4), kernel_us=sketch)
 pairs = st.lists(st.tuples(rounded(0, 1e4), rounded(0, 1e4)), max_size=3).map(tuple)
 clock = rounded(0, 1e7)
-worker = st.builds(
-    WorkerReport, time_s=clock, born_s=clock, pid=st.integers(1, 2**22), sample_ms=sketch, slowest=pairs
-)
+worker = st.builds(WorkerReport, time_s=clock, born_s=clock, pid=st.integers(1, 2**22), sample_ms=sketch, slowest=pairs)
 
 
 @given(step | sample | window | info | note | summary | facts | xray | worker)

@@ -66,12 +66,7 @@ def test_adding_one_by_one_gives_the_same(numbers: list[float]) -> None:
     for number in numbers:
         sketch.add(number)
     made = Sketch.of(numbers)
-    assert (sketch.count, sketch.low, sketch.high, sketch.buckets) == (
-        made.count,
-        made.low,
-        made.high,
-        made.buckets,
-    )
+    assert (sketch.count, sketch.low, sketch.high, sketch.buckets) == (made.count, made.low, made.high, made.buckets)
     assert sketch.total == pytest.approx(made.total, rel=1e-9, abs=1e-3)
 
 

@@ -78,14 +78,9 @@ def plain_steps(walls_ms: list[float], first_index: int = 0) -> LightSteps:
 def test_plain_steps_count_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downsample, "RAW_STEPS", 500)
     usual = [10.0 + i % 3 for i in range(100)]
-    slow = {
-        8: [*usual[:90], 50.0, *usual[91:]],
-        15: [50.0, *usual[1:]],
-    }  # neighbours within, and in the bulk before
+    slow = {8: [*usual[:90], 50.0, *usual[91:]], 15: [50.0, *usual[1:]]}  # neighbours within, and in the bulk before
     for n in range(16, 20):  # and wherever they may come
-        slow[n] = [
-            50.0 if random.Random(100 * n + i).random() < 0.04 else wall for i, wall in enumerate(usual)
-        ]
+        slow[n] = [50.0 if random.Random(100 * n + i).random() < 0.04 else wall for i, wall in enumerate(usual)]
     bulks = [plain_steps(slow.get(n, usual), 100 * n) for n in range(20)]
     raw, windows, _ = feed(StepDownsampler(), [step for bulk in bulks for step in bulk.steps()])
 
@@ -124,13 +119,7 @@ def test_an_outlier_is_kept_with_its_neighbours() -> None:
     slow = downsample.RAW_STEPS + 200
     steps[slow] = a_step(slow, wall_ms=100.0)
     raw, _, _ = feed(StepDownsampler(), steps)
-    assert [step.index for step in raw[downsample.RAW_STEPS :]] == [
-        slow - 2,
-        slow - 1,
-        slow,
-        slow + 1,
-        slow + 2,
-    ]
+    assert [step.index for step in raw[downsample.RAW_STEPS :]] == [slow - 2, slow - 1, slow, slow + 1, slow + 2]
 
 
 def test_outliers_without_end_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +135,7 @@ def test_a_restless_start_leaves_outliers_to_be_kept_later() -> None:
     later = [10.0] * 150_000
     later[149_990] = 100.0
     thinner = StepDownsampler()
-    bulks = [
-        plain_steps(walls, first) for walls, first in ((slow[n : n + 100], n) for n in range(0, 20_000, 100))
-    ]
+    bulks = [plain_steps(walls, first) for walls, first in ((slow[n : n + 100], n) for n in range(0, 20_000, 100))]
     bulks += [plain_steps(later[n : n + 100], 20_000 + n) for n in range(0, 150_000, 100)]
     kept = [record.index for bulk in bulks for record in thinner.push(bulk) if isinstance(record, Step)]
     outliers = sum(downsample.RAW_STEPS <= index < 20_000 for index in kept)
@@ -164,10 +151,7 @@ def test_a_window_sums_spans_by_name_and_line() -> None:
         Span(name="sync", start_ms=3.0, host_ms=3.0, where="train.py:7"),
     )
     window = window_of([a_step(0, spans=spans), a_step(1, spans=spans)])
-    assert {name: sketch.total for name, sketch in window.spans_ms.items()} == {
-        "copy": 6.0,
-        "sync@train.py:7": 6.0,
-    }
+    assert {name: sketch.total for name, sketch in window.spans_ms.items()} == {"copy": 6.0, "sync@train.py:7": 6.0}
     assert window.spans_ms["copy"].count == 2
     assert window.gpu_idle_ms == {"copy": 1.5}
     assert (window.first_index, window.last_index) == (0, 1)

@@ -61,9 +61,7 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
     assert read(tmp_path).ranks[0].notes[0].text == "not measured (ValueError: password=***)"
 
 
-def test_hardware_samples_go_to_a_file_of_the_machine(
-    tmp_path: Path, make_sample: Callable[..., Sample]
-) -> None:
+def test_hardware_samples_go_to_a_file_of_the_machine(tmp_path: Path, make_sample: Callable[..., Sample]) -> None:
     samples = tuple(make_sample(float(second), sm=50.0) for second in range(3))
     with TraceWriter(tmp_path, RunInfo(name="top", host="box")) as writer:
         for sample in samples:
@@ -112,9 +110,7 @@ def test_a_disk_that_hangs_costs_records_not_time(tmp_path: Path, monkeypatch: p
     assert read_summaries(tmp_path)[0].dropped == 90
 
 
-def test_closing_gives_up_on_a_disk_that_never_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_gives_up_on_a_disk_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = StuckFile(tmp_path / "rank-00000.jsonl")
     monkeypatch.setattr(writer_module, "_create", lambda _path: file)
     monkeypatch.setattr(writer_module, "CLOSE_WITHIN_S", 0.01)
@@ -139,9 +135,7 @@ with TraceWriter(Path(sys.argv[1]), RunInfo(name="demo", rank=0)) as writer:
 print(writer.error)
 print(writer.dropped > 0)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"the recording in {tmp_path} stopped: File too large\nTrue\n"
     steps = read(tmp_path).ranks[0].steps
@@ -201,13 +195,7 @@ def test_a_summary_stays_below_100_kb(tmp_path: Path) -> None:
     with TraceWriter(tmp_path, info) as writer:
         for index in range(300):
             spread = tuple(
-                Span(
-                    name=s.name,
-                    start_ms=0.0,
-                    host_ms=1.05 ** ((index * 7 + i) % 200),
-                    where=s.where,
-                    gpu_idle_ms=1.0,
-                )
+                Span(name=s.name, start_ms=0.0, host_ms=1.05 ** ((index * 7 + i) % 200), where=s.where, gpu_idle_ms=1.0)
                 for i, s in enumerate(spans)
             )
             writer.write(Step(index=index, start_s=float(index), wall_ms=1.05 ** (index % 200), spans=spread))
@@ -216,11 +204,7 @@ def test_a_summary_stays_below_100_kb(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.summary.json"
     assert path.stat().st_size < 100_000
     [summary] = read_summaries(tmp_path)
-    assert (summary.steps, len(summary.spans_ms), summary.spans_ms[f"sync@{spans[0].where}"].count) == (
-        300,
-        90,
-        300,
-    )
+    assert (summary.steps, len(summary.spans_ms), summary.spans_ms[f"sync@{spans[0].where}"].count) == (300, 90, 300)
 
 
 def test_closing_twice_and_writing_after_are_harmless(tmp_path: Path) -> None:

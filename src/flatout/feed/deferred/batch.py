@@ -22,9 +22,7 @@ from torch.utils._pytree import tree_map
 MOVES = ("same", "swap", "nearest", "bilinear")
 WARP_NUMBERS = 6  # the rows of an affine matrix; the colour of what lies outside follows
 _MAX_COMPILED = 4  # images, masks, and what random branches make of them
-_ROUND_UP = (
-    5e-5  # of a gray level and the picture's length: values are truncated, and 99.99 is meant to be 100
-)
+_ROUND_UP = 5e-5  # of a gray level and the picture's length: values are truncated, and 99.99 is meant to be 100
 _compile = torch.compile  # taken before anything wraps it to time it
 
 
@@ -52,17 +50,14 @@ class TransformProgram:
     def is_identity(self) -> bool:
         """Whether the result is just the decoded pixels."""
         return all(
-            step.op in ("pixels", "copy") or (step.op == "warp" and step.static[0] == "same")
-            for step in self.steps
+            step.op in ("pixels", "copy") or (step.op == "warp" and step.static[0] == "same") for step in self.steps
         )
 
 
 def merge_programs(programs: Sequence[TransformProgram]) -> TransformProgram | None:
     """One program that does for each sample what its own program does, or None."""
     first = programs[0]
-    if any(
-        (len(p.steps), p.shape, p.dtype) != (len(first.steps), first.shape, first.dtype) for p in programs
-    ):
+    if any((len(p.steps), p.shape, p.dtype) != (len(first.steps), first.shape, first.dtype) for p in programs):
         return None
     steps = []
     for column in zip(*(program.steps for program in programs), strict=True):
@@ -78,8 +73,7 @@ def _with_one_move(warps: Sequence[TransformStep]) -> tuple[TransformStep, ...]:
     """The same warps, moving pixels alike where that is possible: where they only swap places."""
     move = max((step.static[0] for step in warps), key=MOVES.index)
     return tuple(
-        replace(step, static=(move, *step.static[1:])) if step.static[0] in ("same", "swap") else step
-        for step in warps
+        replace(step, static=(move, *step.static[1:])) if step.static[0] in ("same", "swap") else step for step in warps
     )
 
 
@@ -226,16 +220,7 @@ _OPS: dict[str, Callable[..., Tensor]] = {
 
 # What a placeholder can answer without its values.
 _SHAPE = {"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"}
-_TYPE = {
-    "dtype",
-    "itemsize",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "is_quantized",
-    "is_conj",
-    "is_neg",
-}
+_TYPE = {"dtype", "itemsize", "element_size", "is_floating_point", "is_complex", "is_quantized", "is_conj", "is_neg"}
 _PLACE = {"device", "layout", "is_cuda", "is_meta", "is_mkldnn", "is_nested", "is_sparse"}
 _OTHER = {"requires_grad", "is_leaf", "grad", "grad_fn", "names", "__hash__"}
 _NEEDS_NO_VALUES = _SHAPE | _TYPE | _PLACE | _OTHER
@@ -261,11 +246,7 @@ class PlaceholderTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
@@ -282,11 +263,7 @@ class PlaceholderTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return func(*materialize(args), **materialize(kwargs or {}))  # calls from inside torch
 
@@ -349,10 +326,7 @@ class DeferredBatch(PlaceholderTensor):
             return NotImplemented
         try:
             device, _, without_waiting, _ = torch._C._nn._parse_to(*args, **kwargs)
-        except (
-            TypeError,
-            RuntimeError,
-        ):  # `copy=True`, or a mistake of the script's, which the call will name
+        except (TypeError, RuntimeError):  # `copy=True`, or a mistake of the script's, which the call will name
             return NotImplemented
         if device is None or device.type == "cpu":
             return NotImplemented

@@ -116,9 +116,7 @@ def constant(thing: Any) -> Expression | None:
     if any(number and not _MIN_NUMBER < abs(number) < _MAX_NUMBER for number in numbers):
         return None
     kept = copy.deepcopy(thing)
-    return Expression(
-        op="numbers", numbers=numbers, shape=values.shape, dtype="", call=lambda: kept, picture=None
-    )
+    return Expression(op="numbers", numbers=numbers, shape=values.shape, dtype="", call=lambda: kept, picture=None)
 
 
 def combine(op: str, inputs: Sequence[Expression], call: Callable[..., Any], dtype: str) -> Expression | None:
@@ -129,9 +127,7 @@ def combine(op: str, inputs: Sequence[Expression], call: Callable[..., Any], dty
     if not recordable or any(picture is not first for picture in others):
         return None
     shape = tuple(torch.broadcast_shapes(*(expression.shape for expression in inputs)))
-    return Expression(
-        op=op, inputs=tuple(inputs), shape=shape, dtype=dtype, call=call, picture=first, depth=depth
-    )
+    return Expression(op=op, inputs=tuple(inputs), shape=shape, dtype=dtype, call=call, picture=first, depth=depth)
 
 
 def as_program(expression: Expression) -> tuple[TransformProgram, list[float]]:
@@ -194,11 +190,7 @@ class LazyObject:
     def replace_in_place(self, expression: Expression | None) -> bool:
         """Record a change in place, if it keeps shape and type. Whether it was recorded."""
         now = self.expression
-        if (
-            expression is None
-            or now is None
-            or (expression.shape, expression.dtype) != (now.shape, now.dtype)
-        ):
+        if expression is None or now is None or (expression.shape, expression.dtype) != (now.shape, now.dtype):
             return False
         self._fail_unless_alone()
         self._expression = expression

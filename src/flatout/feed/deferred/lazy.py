@@ -134,11 +134,7 @@ def _image_expression(image: Any) -> Expression:
 
 
 def _moved(
-    before: Expression,
-    move: str,
-    matrix: tuple[float, ...],
-    colours: tuple[float, ...],
-    call: Callable[..., Any],
+    before: Expression, move: str, matrix: tuple[float, ...], colours: tuple[float, ...], call: Callable[..., Any]
 ) -> LazyImage:
     """The image moved once more: one warp does for both."""
     (decoded,) = before.inputs
@@ -152,9 +148,7 @@ def _channel_values(colour: Any, channels: int) -> tuple[float, ...]:
     if colour is None:
         return (0.0,) * channels
     parts = colour if isinstance(colour, tuple | list) else (colour,)
-    if len(parts) != channels or not all(
-        isinstance(part, int | float) and 0 <= part <= 255 for part in parts
-    ):
+    if len(parts) != channels or not all(isinstance(part, int | float) and 0 <= part <= 255 for part in parts):
         return ()
     return tuple(float(int(part)) for part in parts)
 
@@ -264,9 +258,7 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         function = getattr(ufunc, method)
         (target,) = kwargs.get("out") or (None,)
-        if (
-            type(target) is LazyArray and not target.shape
-        ):  # a number cannot be changed in place: make another
+        if type(target) is LazyArray and not target.shape:  # a number cannot be changed in place: make another
             del kwargs["out"]
             return function(*inputs, **kwargs)
         op, of_torch = _UFUNCS.get(ufunc, ("", None))
@@ -399,11 +391,7 @@ _RECORDED: dict[str, tuple[str, Callable[..., Any]]] = {
         ("add", torch.add, ("add", "add_", "__add__", "__radd__", "__iadd__")),
         ("subtract", torch.sub, ("sub", "sub_", "subtract", "__sub__", "__isub__")),
         ("multiply", torch.mul, ("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__")),
-        (
-            "divide",
-            torch.true_divide,
-            ("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"),
-        ),
+        ("divide", torch.true_divide, ("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__")),
     )
     for name in names
 }

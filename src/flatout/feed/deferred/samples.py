@@ -122,9 +122,7 @@ def _close(result: Tensor, expected: Tensor) -> bool:
 
 def _with_real_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """For functions that look at an array's type and do something else to any other."""
-    return functools.wraps(original)(
-        lambda *args, **kwargs: original(*materialize(args), **materialize(kwargs))
-    )
+    return functools.wraps(original)(lambda *args, **kwargs: original(*materialize(args), **materialize(kwargs)))
 
 
 _REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (

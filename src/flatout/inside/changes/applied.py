@@ -44,9 +44,7 @@ class Applied:
         self._proof = FingerprintLog() if trial is not None and trial.fingerprints else None
         self._weights = Weights(trial, ranks) if trial is not None else None
         changes = patches.subscriber(Stage.CHANGE, self._fail)
-        proof = patches.subscriber(
-            Stage.OBSERVE, functools.partial(_say, "what reaches the model is no longer noted")
-        )
+        proof = patches.subscriber(Stage.OBSERVE, functools.partial(_say, "what reaches the model is no longer noted"))
         self._subscribers = changes, proof
         self._computing = Computing(ledger, changes, roots, self._proof)
         self._loading: Loading | None = None

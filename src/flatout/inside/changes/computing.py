@@ -36,9 +36,7 @@ class Computing:
         self.proof = proof
         self.optimizers = WeakIdMap()
         self.compile_s = 0.0  # what the first calls of compiled models took
-        self.on_trial = (
-            ""  # the change that is tried in turns: a forward that fails with it is repeated without
-        )
+        self.on_trial = ""  # the change that is tried in turns: a forward that fails with it is repeated without
         self._roots = roots
         # The first is innermost: the compiler is to see nothing of ours.
         kinds = (CudnnBenchmark, Compile, ChannelsLast, PrecisionChange)
@@ -169,9 +167,7 @@ class ChannelsLast(RootChange):
         self.made("model.to(memory_format=torch.channels_last), and 4-d inputs likewise", where)
 
         def call_laid_out(*args: Any, **kwargs: Any) -> Any:
-            return call(
-                *map(_in_channels_last, args), **{key: _in_channels_last(one) for key, one in kwargs.items()}
-            )
+            return call(*map(_in_channels_last, args), **{key: _in_channels_last(one) for key, one in kwargs.items()})
 
         return call_laid_out
 
@@ -239,9 +235,7 @@ class Compile(RootChange):
             for other in [other for other in handles if other is not parameter]:
                 handles.pop(other).remove()
             if self.is_on and parameter.grad is not None:
-                raise RuntimeError(
-                    "gradients of several passes are added up, and CUDA graphs would write over them"
-                )
+                raise RuntimeError("gradients of several passes are added up, and CUDA graphs would write over them")
 
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -399,9 +393,7 @@ def _allow_tf32() -> tuple[tuple[Any, str, Any], ...]:
         before = [(owner, "allow_tf32", owner.allow_tf32) for owner in (matmul, cudnn)]
     except RuntimeError:
         allowed = "tf32"
-        before = [
-            (owner, "fp32_precision", owner.fp32_precision) for owner in (matmul, cudnn.conv, cudnn.rnn)
-        ]
+        before = [(owner, "fp32_precision", owner.fp32_precision) for owner in (matmul, cudnn.conv, cudnn.rnn)]
     changed = tuple(entry for entry in before if entry[2] != allowed)
     for owner, switch, _ in changed:
         setattr(owner, switch, allowed)
@@ -415,11 +407,7 @@ def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> 
         return "the model's parameters are not float32"
     if dtype == torch.float16 and device != "cuda":
         return "float16 is for GPUs; a CPU has bfloat16"
-    if (
-        device == "cuda"
-        and dtype == torch.bfloat16
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    if device == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "this GPU has no bfloat16: float16 is what it has"
     return ""
 

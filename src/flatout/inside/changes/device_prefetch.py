@@ -182,11 +182,7 @@ class DevicePrefetch(LiveChange):
         if torch.compiler.is_compiling() or self._latest is None:
             return
         prefetcher = self._latest()
-        if (
-            prefetcher is not None
-            and prefetcher.asked_by == _this_thread()
-            and not prefetcher.side.is_capturing()
-        ):
+        if prefetcher is not None and prefetcher.asked_by == _this_thread() and not prefetcher.side.is_capturing():
             prefetcher.look_ahead()
 
 
@@ -196,9 +192,7 @@ def fetch_without_a_span(changes: Subscriber) -> None:
 
 
 def _fetch_next(call: Any, iterator: Any) -> Any:
-    ours = (
-        isinstance(iterator, (DevicePrefetcher, FeedIterator)) and iterator._dataset_kind == _DatasetKind.Map
-    )
+    ours = isinstance(iterator, (DevicePrefetcher, FeedIterator)) and iterator._dataset_kind == _DatasetKind.Map
     if not ours or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return call(iterator)
     batch = iterator._next_data()
@@ -321,9 +315,6 @@ def _can_be_copied(tensor: Any) -> bool:
 
 def _is_small(hosts: list[Any]) -> bool:
     """Whether the script's own copies of these take little time."""
-    if (
-        any(type(host) is not torch.Tensor for host in hosts)
-        or sum(host.nbytes for host in hosts) >= SMALL_BYTES
-    ):
+    if any(type(host) is not torch.Tensor for host in hosts) or sum(host.nbytes for host in hosts) >= SMALL_BYTES:
         return False
     return all(host.is_pinned() for host in hosts)

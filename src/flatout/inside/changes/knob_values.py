@@ -21,9 +21,7 @@ from flatout.redact import redact_setting
 if TYPE_CHECKING:
     from flatout.model.plan import Change
 
-_Place = tuple[
-    ast.expr, Callable[[ast.expr], None]
-]  # a value in a module, and what puts another in its place
+_Place = tuple[ast.expr, Callable[[ast.expr], None]]  # a value in a module, and what puts another in its place
 
 
 class Knobs:
@@ -33,9 +31,7 @@ class Knobs:
         self._ledger = ledger
         turned = [change for change in ledger.changes.values() if change.knob]
         self._options = [change for change in turned if change.knob.startswith("-")]
-        self._keys = [
-            (change, *change.knob.rpartition(":")[::2]) for change in turned if change not in self._options
-        ]
+        self._keys = [(change, *change.knob.rpartition(":")[::2]) for change in turned if change not in self._options]
         if any(file.endswith(".py") for _, file, _ in self._keys):
             self._change_modules()
 
@@ -76,9 +72,7 @@ class Knobs:
         def get_changed_code(self_: Any, fullname: str) -> Any:
             path = self_.get_filename(fullname)
             ours = [
-                (change, key)
-                for change, file, key in self._keys
-                if file.endswith(".py") and _same_file(file, path)
+                (change, key) for change, file, key in self._keys if file.endswith(".py") and _same_file(file, path)
             ]
             if not ours:
                 return get_code(self_, fullname)
@@ -96,9 +90,7 @@ class Knobs:
             put(ast.copy_location(ast.parse(repr(change.value), mode="eval").body, before))
             self._say(change, "set to", redact_setting(change.knob, ast.unparse(before)))
         if not places:
-            self._ledger.refused(
-                change.name, f"nothing is assigned to {key} in {change.knob.rpartition(':')[0]}"
-            )
+            self._ledger.refused(change.name, f"nothing is assigned to {key} in {change.knob.rpartition(':')[0]}")
 
 
 def _assignments(body: list[ast.stmt], path: list[str]) -> Iterator[_Place]:
@@ -119,9 +111,7 @@ def _entries(value: ast.expr, put: Callable[[ast.expr], None], path: list[str]) 
     elif isinstance(value, ast.Dict):
         for at, key in enumerate(value.keys):
             if isinstance(key, ast.Constant) and str(key.value) == path[0]:
-                yield from _entries(
-                    value.values[at], functools.partial(value.values.__setitem__, at), path[1:]
-                )
+                yield from _entries(value.values[at], functools.partial(value.values.__setitem__, at), path[1:])
 
 
 def _find(values: Any, path: list[str]) -> tuple[Any, Any] | None:

@@ -14,9 +14,7 @@ from flatout.redact import redact_setting, redact_text
 if TYPE_CHECKING:
     from flatout.model.plan import Change
 
-KNOBS = (
-    "FLATOUT_KNOBS"  # tells the processes that this one starts which values were changed as they were read
-)
+KNOBS = "FLATOUT_KNOBS"  # tells the processes that this one starts which values were changed as they were read
 T = TypeVar("T")
 
 
@@ -88,9 +86,7 @@ class Ledger:
     def entry(self, change: Change) -> AppliedChange:
         """Whether a change was made, how and where; or why not."""
         how, places = self._made.get(change.name), self._places.get(change.name, [])
-        no_occasion = (
-            f"the script did not read {change.knob}" if change.knob else "there was no occasion for it"
-        )
+        no_occasion = f"the script did not read {change.knob}" if change.knob else "there was no occasion for it"
         return AppliedChange(
             name=change.name,
             value=redact_setting(change.knob, change.value),

@@ -46,12 +46,7 @@ class Loading:
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        changes: Subscriber,
-        device: Callable[[], torch.device | None],
-        *,
-        tuned: bool = False,
+        self, ledger: Ledger, changes: Subscriber, device: Callable[[], torch.device | None], *, tuned: bool = False
     ) -> None:
         self._ledger = ledger
         self._changes = changes
@@ -122,12 +117,7 @@ class Loading:
 
     def _changed(self, bound: inspect.BoundArguments) -> dict[str, Any]:
         """The arguments to change, with those that have to follow."""
-        without = {
-            "num_workers": 0,
-            "prefetch_factor": None,
-            "pin_memory": False,
-            "persistent_workers": False,
-        }
+        without = {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "persistent_workers": False}
         given: dict[str, Any] = {**without, **bound.arguments}
         changed: dict[str, Any] = {}
         for name in _ARGUMENTS:
@@ -149,9 +139,7 @@ class Loading:
         device = None
         if self._ledger.wanted("device_prefetch"):
             device = self._ledger.attempt("device_prefetch", self._prefetch_to, loader)
-        iterator = (
-            self._ours(loader, page_locked=device is not None) if self._ledger.wanted("loader") else None
-        )
+        iterator = self._ours(loader, page_locked=device is not None) if self._ledger.wanted("loader") else None
         if iterator is None:
             loader.pin_memory = loader.pin_memory or device is not None
             iterator = build(loader)
@@ -208,12 +196,8 @@ class Loading:
             why_not = "the model is not trained on a GPU"
         if not why_not:
             how = f"{device} makes what samples do to pictures"
-            call_on_first_use(
-                functools.partial(self._ledger.made, "gpu_transforms", how, self._built.get(loader))
-            )
-        self._ledger.refused(
-            "gpu_transforms", why_not or "samples do nothing to pictures that a GPU could do"
-        )
+            call_on_first_use(functools.partial(self._ledger.made, "gpu_transforms", how, self._built.get(loader)))
+        self._ledger.refused("gpu_transforms", why_not or "samples do nothing to pictures that a GPU could do")
         return not why_not
 
     def _prefetch_to(self, loader: Any) -> torch.device | None:

@@ -19,9 +19,7 @@ def start():
 
 
 def _start():
-    if (
-        "flatout" not in sys.modules
-    ):  # the package of the `flatout` that was called, whatever is installed here
+    if "flatout" not in sys.modules:  # the package of the `flatout` that was called, whatever is installed here
         import importlib.util
 
         init = os.path.join(PACKAGE, "__init__.py")
