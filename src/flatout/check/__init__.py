@@ -50,9 +50,8 @@ def look_over(training: Training) -> Checklist:
     if files and not training.loops and not training.script.packages & {"torch", "torchvision", "flatout", *RUN_LOOPS}:
         reason = f"no PyTorch training was found in {', '.join(files + training.script.not_read)}"
         lines["training"] = Line(status=WARN, reason=reason, fix="name the script that holds the training loop")
-    if training.config is not None:
-        files.append(str(training.config))
-    return Checklist(looked_at=tuple(files), lines=tuple(_finished(*one) for one in lines.items()))
+    looked_at = tuple(map(str, filter(None, [*files, training.config])))
+    return Checklist(looked_at=looked_at, lines=tuple(_finished(*one) for one in lines.items()))
 
 
 def _finished(subject: str, line: Line | None) -> Line:

@@ -58,10 +58,8 @@ class Checklist:
     def to_json(self) -> dict[str, Any]:
         """As `--json` writes it."""
         counts = {status: len(self.with_status(status)) for status in (OK, WARN, FAIL, NOT_APPLICABLE)}
-        lines = [asdict(line) for line in self.lines]
-        return {
-            "record": "checklist", "schema": 1, "looked_at": list(self.looked_at), "counts": counts, "lines": lines,
-        }  # fmt: skip
+        about = {"record": "checklist", "schema": 1, "looked_at": list(self.looked_at)}
+        return about | {"counts": counts, "lines": [asdict(line) for line in self.lines]}
 
 
 def _ok(reason: str, where: str | None = None) -> Line:

@@ -194,8 +194,7 @@ class KnownSettings:
         of_name = [setting for setting in self._settings if folded(setting.name) == names[-1]]
         exact = [setting for setting in of_name if [*map(folded, setting.path)][-len(names) :] == names]
         fitting = exact or of_name
-        agreed = len({repr(setting.what) for setting in fitting}) == 1
-        return fitting[0] if agreed else UNKNOWN
+        return fitting[0] if len({repr(setting.what) for setting in fitting}) == 1 else UNKNOWN
 
     def about(self, *subjects: str) -> list[KnownValue]:
         """Every known setting about these, by any of the names people give them."""
@@ -267,10 +266,7 @@ class _Options:
         return found
 
     def misspelt(self, script: Script, flags: tuple[str, ...]) -> dict[str, str]:
-        """Flags that argparse would refuse, each with the option that it resembles.
-
-        One that resembles none may be declared where the script alone does not show it.
-        """
+        """Flags that argparse would refuse, each with the option it resembles; others may be declared elsewhere."""
         found: dict[str, str] = {}
         options = [*self._long, *self._off]
         takes_others = not script.calls("parse_args") or script.calls("parse_known_args")
