@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 _TIMES_FORWARD = 3
 _TORCHS_OWN = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "torchvision")
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _RECURRENT = ("rnn", "lstm", "gru")  # one kernel each, and not in torch's table
 
 
@@ -37,8 +38,12 @@ class FlopCount(TorchDispatchMode):
         """The call, counted. Where it raises it is made again without the count, from the same random numbers."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
+            on_gpu = torch.cuda.is_initialized()
+            if on_gpu and torch.cuda.is_current_stream_capturing():  # the state cannot be asked for then
+                self._complete = False
+                return call(*args, **kwargs)
             random_on_host = torch.get_rng_state()
-            random_on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+            random_on_gpu = torch.cuda.get_rng_state() if on_gpu else None
             try:
                 with self:
                     return call(*args, **kwargs)
@@ -55,7 +60,9 @@ class FlopCount(TorchDispatchMode):
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
         count = flop_registry.get(getattr(operation, "_overloadpacket", None))
-        if count is not None:
+        if not _PLAIN.issuperset(types):  # such as a DTensor, whose sizes are not those of this GPU's work
+            self._complete = False
+        elif count is not None:
             self._forward += int(count(*args, **kwargs, out_val=result))
         elif operation.namespace not in _TORCHS_OWN or any(name in operation.name() for name in _RECURRENT):
             self._complete = False

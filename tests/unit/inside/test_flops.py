@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.inside.flops import FlopCount
@@ -74,6 +75,25 @@ def test_a_call_that_fails_with_the_count_is_made_again_without_it() -> None:
     made = count.around(model)(WORDS)
     torch.manual_seed(1)
     assert torch.equal(made, model(WORDS))
+    assert count.of_a_step is None
+
+
+def test_nothing_is_asked_of_the_gpu_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> None:
+        raise RuntimeError("not while a graph is captured")
+
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_rng_state", asked)
+    count = FlopCount()
+    assert count.around(torch.nn.Linear(16, 5))(WORDS).shape == (2, 6, 5)
+    assert count.of_a_step is None
+
+
+def test_tensors_in_pieces_are_not_counted() -> None:
+    pair = TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
+    count = FlopCount()
+    count.around(torch.mm)(pair, pair)
     assert count.of_a_step is None
 
 
