@@ -87,7 +87,9 @@ def test_files_of_another_group_are_the_reason_that_is_given(shared: Path) -> No
     assert "--unprotected" in refused.stderr
     assert "by itself" not in refused.stderr
     ran = as_a_user(*FIX, "--unprotected", "--", sys.executable, "train.py", cwd=shared)
-    assert "no optimizer step was seen" in ran.stderr, ran.stderr  # it came to its end
+    assert "the first real write ends the" in " ".join(ran.stderr.split())  # it went on
+    # Other programs may write elsewhere meanwhile, which ends it too.
+    assert f"{shared}/" not in ran.stderr.partition("a trial has written to your files")[2]
     assert (shared / "log.txt").read_text() == "as it was"
 
 
