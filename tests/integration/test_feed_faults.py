@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -68,16 +69,28 @@ def test_five_hundred_kills_lose_repeat_and_reorder_nothing(workers: int, most: 
     me = psutil.Process()
     found, kills = [], 0
     torch.manual_seed(0)
-    for number, batch in enumerate(loader):
-        found.append(batch)
+    with ended(loader) as passing:
+        for number, batch in enumerate(passing):
+            found.append(batch)
+            assert loader.feed is not None
+            if number in (20, 150, 300):
+                loader.feed.resize({20: 8, 150: 2, 300: 6}[number])
+            kills += kill_some(me.children(recursive=True), pick, most=min(3, most - kills))
+        assert kills == most
         assert loader.feed is not None
-        if number in (20, 150, 300):
-            loader.feed.resize({20: 8, 150: 2, 300: 6}[number])
-        kills += kill_some(me.children(recursive=True), pick, most=min(3, most - kills))
-    assert kills == most
-    assert loader.feed is not None
-    assert loader.feed.account.redone > 0
-    assert_same(found, expected)
+        assert loader.feed.account.redone > 0
+        assert_same(found, expected)
+
+
+@contextlib.contextmanager
+def ended(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
+    """A pass, and no worker after it: the traceback of a test that fails keeps the loader."""
+    passing = iter(loader)
+    try:
+        yield passing
+    finally:
+        assert loader.feed is not None
+        loader.feed.close()
 
 
 def kill_some(children: list[psutil.Process], pick: random.Random, most: int) -> int:
@@ -93,6 +106,47 @@ def kill_some(children: list[psutil.Process], pick: random.Random, most: int) ->
         except psutil.Error:
             continue
     return kills
+
+
+def test_sixty_workers_that_die_with_their_fork_server_are_replaced() -> None:
+    """None of them has made a batch yet; nor have those that die while the loop uses up what lies ready."""
+    loader = DataLoader(Numbers(2000), 4, num_workers=60)
+    with ended(loader) as passing:
+        kill_the_fork_server()
+        found = [next(passing) for _ in range(10)]
+        feed = loader.feed
+        assert feed is not None
+        wait_until(lambda: feed.is_ready() and feed.account.made_by_workers >= feed.batches_ahead + 10)
+        for _ in range(50):
+            kill_the_fork_server()
+            found.append(next(passing))
+        assert feed.account.deaths > 100
+        found += passing
+    assert torch.cat([index for _, index, _ in found]).tolist() == list(range(2000))
+
+
+def kill_the_fork_server() -> None:
+    for child in psutil.Process().children():
+        if child.name().startswith("flatout") and child.status() != psutil.STATUS_ZOMBIE:
+            child.kill()
+
+
+class NoWorkersLookAtIt:
+    home = os.getpid()
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        if os.getpid() != self.home:
+            os._exit(3)
+        return {}
+
+
+def test_workers_that_always_die_before_their_first_batch_end_the_pass() -> None:
+    dataset = Numbers(64)
+    dataset.part = NoWorkersLookAtIt()  # type: ignore[attr-defined]
+    loader = DataLoader(dataset, 8, num_workers=2)
+    with ended(loader) as passing, pytest.raises(RuntimeError, match=r"before their first .* exited with code 3"):
+        next(passing)
 
 
 def test_the_scripts_own_signal_handlers_are_not_called_in_workers(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class BatchScheduler:
         """Start a pass."""
         self.leave()
         self._epoch = epoch
-        self._faults.answered()
+        self._faults.batch_arrived()
         began = time.monotonic()
         self._scale()
         self._fill()
@@ -208,6 +208,7 @@ class BatchScheduler:
                 self._faults.end_hung(began)
                 self._help_stuck_workers()
         self._table.remove(batch)
+        self._faults.batch_arrived()
         # Before the loop goes away to compute, so that workers have something to do meanwhile.
         self._fill()
         self._count(waited, began)
@@ -358,7 +359,7 @@ class BatchScheduler:
             if answer is None:
                 self._on_end_of_channel(worker)
                 continue
-            self._faults.answered()
+            self._faults.batch_arrived()
             assignment = worker.tasks.popleft()
             assignment.end()
             batch = assignment.batch

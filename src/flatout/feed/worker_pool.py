@@ -30,7 +30,7 @@ from flatout.model.errors import FlatoutError
 _PATIENCE_S = 5.0  # for a worker to end, before it is killed
 _DEATHS_TO_BLAME = 4  # workers that have to die over a sample before it is blamed
 _DEATHS_OF_A_BATCH = 16  # ... between samples: a worker that has just started spends most of its time there
-_MOST_IN_VAIN = 50  # workers in a row that die before their first answer
+_MOST_IN_VAIN = 20  # times in a row that workers die, and those in their place too, before their first answer
 _PATH_ATTRIBUTES = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")
 
 
@@ -119,7 +119,7 @@ class WorkerPool:
         self._ending: list[Starter] = []
         self._workers: dict[int, WorkerHandle] = {}  # by the descriptor of the channel
         self._poll = select.poll()
-        self._started = 0
+        self.started = 0  # workers so far
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._workers.values())
@@ -165,18 +165,18 @@ class WorkerPool:
         """One more worker."""
         assert self._starter is not None
         assert self._recipe is not None
-        self._started += 1
+        self.started += 1
         self._starter.exits()  # read, or they would pile up in its channel
         try:
-            near = self._starter.start(self._started)
+            near = self._starter.start(self.started)
         except OSError:
             self._hang_up()  # the fork server was killed
             self._starter = starter_for(self._recipe, self._context)
-            near = self._starter.start(self._started)
+            near = self._starter.start(self.started)
         near.setblocking(False)
         board = channel.memory_file(BOARD_BYTES)
         try:
-            worker = WorkerHandle(self._started, near, memoryview(mmap.mmap(board, BOARD_BYTES)).cast("q"))
+            worker = WorkerHandle(self.started, near, memoryview(mmap.mmap(board, BOARD_BYTES)).cast("q"))
             worker.board[0] = IDLE
             self._workers[near.fileno()] = worker
             self._poll.register(near, select.POLLIN)
@@ -320,17 +320,20 @@ class Faults:
         self._account = account
         self._hang_timeout = hang_timeout
         self._lethal: set[Any] = set()  # samples not to be tried again
-        self._in_vain = 0  # workers in a row that died before their first answer
+        self._in_vain = self._in_vain_up_to = 0  # times, and the last worker that had been started by then
 
-    def answered(self) -> None:
-        """A worker has answered: they work."""
+    def batch_arrived(self) -> None:
+        """From a worker, or at the loop: while there are any, that workers are killed is nothing of the data's."""
         self._in_vain = 0
 
     def died(self, worker: WorkerHandle, recipe: Recipe) -> None:
         """Blame the sample the worker was at; `RuntimeError` when workers do nothing but die."""
         self._account.deaths += 1
         self._blame(worker, recipe)
-        self._in_vain += not worker.answers
+        # Those that were there at the last such death are no further sign: a fork server takes all with it.
+        if not worker.answers and worker.number > self._in_vain_up_to:
+            self._in_vain += 1
+            self._in_vain_up_to = self._pool.started
         if self._in_vain >= _MOST_IN_VAIN:
             raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(worker)}")
 
