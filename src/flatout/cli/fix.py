@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
@@ -23,10 +24,14 @@ from flatout.cli.entry import (
     verb,
 )
 from flatout.cli.output import check_outputs, check_writable, console, save_plan, say, write_report
+from flatout.files import write_whole
 from flatout.model.changes import names
 from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Safety
 from flatout.redact import redact_command
+
+if TYPE_CHECKING:
+    from flatout.fix.patch import FilePatch
 
 SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
 
@@ -50,6 +55,9 @@ def fix(
     json: str | None = output_file("the result as JSON"),
     html: str | None = output_file("before and after as one HTML file"),
     unprotected: bool = flag("--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."),
+    diff: Path | None = option("FILE", "Write what was kept as a patch of your own files, too."),
+    apply: bool = flag("--apply", "Edit your files as that patch does, if git has them as they are."),
+    force: bool = flag("--force", "With --apply: edit them even if git has not."),
     resume: bool = flag(
         "--resume",
         "Go on with a fix of this command that did not come to its end: the last one, or that in FOLDER "
@@ -67,6 +75,7 @@ def fix(
     from flatout.fix.fix_command import fix as search
     from flatout.fix.journal import can_resume, to_resume, unfinished
     from flatout.fix.offers import Wishes
+    from flatout.fix.source_edits import patch_of
     from flatout.launch import launcher
     from flatout.report import summarize
     from flatout.report.terminal import FixProgress
@@ -86,6 +95,8 @@ def fix(
         runs = earlier.folder
         options |= earlier.options | {name: value for name, value in options.items() if value}
     wishes = Wishes.of(options["allow"], options["only"], options["skip"])
+    diff = diff or (out.with_suffix(".diff") if apply else None)
+    _check_patch(diff, apply=apply, force=force)
     check_outputs(json, html)
     check_writable(out)
     check_writable(runs.parent, folder=True)
@@ -105,11 +116,15 @@ def fix(
             unprotected=options["unprotected"],
         )
     not_saved = save_plan(result.plan, out, has_gains=bool(result.kept))
-    write_report(summarize(result, command, str(out), hourly_price), json, html, console())
+    patch = patch_of(result, command, out, diff) if diff and result.kept else None
+    summary = replace(summarize(result, command, str(out), hourly_price), patch=patch)
+    write_report(summary, json, html, console())
     if result.written:
         raise RealWriteError(result.written)
     if not_saved is not None:
         raise not_saved
+    if patch is not None:
+        _write_patch(patch, apply=apply and not result.interrupted, force=force)
     if can_resume(runs):
         say(f"to go on: flatout fix --resume {runs} -- {shlex.join(redact_command(command))}")
     if result.interrupted:
@@ -121,6 +136,36 @@ def _folder_to_resume(context: typer.Context) -> Path | None:
     if context.args[1:2] != ["--"]:
         return None
     return Path(context.args.pop(0))
+
+
+def _check_patch(diff: Path | None, *, apply: bool, force: bool) -> None:
+    """Complain before anything is tried."""
+    from flatout.fix.patch import why_not_in_git
+
+    if force and not apply:
+        raise UsageError("--force goes with --apply")
+    why_not = why_not_in_git() if apply and not force else ""
+    if why_not:
+        raise UsageError(f"--apply: {why_not}, and could not undo the edits; --force makes them all the same")
+    if diff is not None:
+        check_writable(diff)
+
+
+def _write_patch(patch: FilePatch, *, apply: bool, force: bool) -> None:
+    """Write the patch, and edit the files if that is asked for."""
+    from flatout.fix.patch import why_not_in_git
+
+    if not patch.files:
+        return
+    try:
+        write_whole(patch.file, patch.diff())
+    except OSError as problem:
+        raise UsageError(f"cannot write {patch.file}: {problem.strerror}") from None
+    why_not = why_not_in_git(patch.files) if apply and not force else ""
+    if why_not:
+        raise UsageError(f"--apply edited nothing: {why_not}, then git apply {patch.file}")
+    for path, backup in zip(patch.files, patch.write() if apply else (), strict=False):
+        say(f"{path} is edited; as it was, it is in {backup}")
 
 
 def _seconds(text: str) -> float:

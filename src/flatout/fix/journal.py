@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flatout.files import PRIVATE, write_whole
+from flatout.files import PRIVATE, make_recording_folder, remove_if_empty, write_whole
 from flatout.fix.runs import ProofRun, Run, Runner, end_of, recorded
 from flatout.launch.launcher import OUTPUT, TIMED_OUT
 from flatout.launch.protocol import Trial
@@ -182,7 +182,8 @@ def held(folder: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         # Without it, as on a full disk, the fix goes on, and cannot be resumed.
         with contextlib.suppress(OSError):
-            place.mkdir(mode=_OURS_ALONE, parents=True, exist_ok=True)
+            make_recording_folder(folder)
+            place.mkdir(mode=_OURS_ALONE, exist_ok=True)
             owner = stack.enter_context((place / _IN_USE).open("wb"))
             try:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +201,7 @@ def forget(folder: Path) -> None:
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
-        folder.parent.rmdir()
+    remove_if_empty(folder.parent)
 
 
 def forget_earlier(command: Sequence[str], folder: Path) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.utils.data.dataloader as torch_loader
 
-from flatout.inside import run_facts
+from flatout.inside import cells, run_facts
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.loaders import LoaderNotes, Meters
 from flatout.inside.patches import Patches, Stage
@@ -69,10 +69,7 @@ class Process:
     ) -> Recording:
         """Make a plan's changes and start recording; `ledger` has changes that are made already."""
         self.meters.start(options.folder)
-        if self.applied is None and (options.plan is not None or options.trial is not None):
-            from flatout.inside.changes.applied import Applied  # seldom needed, and not small
-
-            self.applied = Applied(options, ledger or Ledger(), _rank_and_world_size, self.patches, self.roots)
+        self.make_changes(options, ledger or Ledger())
         if self.recording is None or self.recording.closed:
             self.recording = Recording(self, options, settings, sampling)
         if not self._follows_forks:
@@ -81,6 +78,14 @@ class Process:
                 before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._start_over_in_child
             )
         return self.recording
+
+    def make_changes(self, options: Options, ledger: Ledger) -> Applied | None:
+        """Have the changes in the ledger made from now on, and what a trial imposes; None where there is nothing."""
+        if self.applied is None and (ledger.changes or options.trial is not None):
+            from flatout.inside.changes.applied import Applied  # seldom needed, and not small
+
+            self.applied = Applied(options, ledger, _rank_and_world_size, self.patches, self.roots)
+        return self.applied
 
     def _stand_aside(self) -> None:
         """This process turns out to be a loader worker: it never trains."""
@@ -206,7 +211,7 @@ class Recording:
             self._feeds_in_use,
             own=self.recorder.as_own,
             note=self._note,
-            folder=lambda: self._writer.path.parent if self._writer is not None else self.options.folder,
+            folder=lambda: self.folder,
             ranks=_rank_and_world_size,
         )
 
@@ -218,10 +223,16 @@ class Recording:
         feeds = (feed_of(loader) for loader in loaders if loader is not None)
         return [feed for feed in feeds if feed is not None and feed.in_pass]
 
+    @property
+    def folder(self) -> Path:
+        """Where it is written, or would be."""
+        return self._writer.path.parent if self._writer is not None else self.options.folder
+
     # -- what Timing tells
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass, and perhaps to start its workers."""
+        cells.warn_of_workers(loader)
         self._loaders_by_number[number] = loader
         os.environ[RANK] = str(_rank_and_world_size()[0])  # its workers write beside the rank they belong to
         self.loaders.pass_begins(number, loader)
@@ -254,7 +265,7 @@ class Recording:
         if every_step or (applied is not None and applied.wants_every_step):
             self.next_look = recorder.steps + 1
         if applied is not None:
-            first = self._writer is not None and self._writer.path.parent == self.options.folder
+            first = self._writer is not None and self.folder == self.options.folder
             recorder.as_own(functools.partial(applied.step_ended, first=first))
         if bounded is not None:
             if not bounded.goes_on(self.loaders.batches_ready(recorder.train_loaders)):
@@ -266,7 +277,8 @@ class Recording:
         if self.options.trial is not None:
             sys.stdout.flush()
             os._exit(0)  # a script that catches SystemExit would go on to its checkpoint
-        threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
+        if not cells.in_kernel():
+            threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
         raise SystemExit(0)
 
     # -- writing
@@ -284,7 +296,7 @@ class Recording:
         rank, world_size = _rank_and_world_size()
         info = RunInfo(
             name=self.options.name,
-            command=tuple(sys.orig_argv),
+            command=self.options.command if cells.in_kernel() else tuple(sys.orig_argv),
             host=socket.gethostname(),
             rank=rank,
             world_size=world_size,
@@ -358,7 +370,7 @@ class Recording:
 
     def _close_at_exit(self) -> None:
         """Python keeps the exception that ended a script; in a notebook it may be an old one."""
-        if "ipykernel" in sys.modules:
+        if cells.in_kernel():
             self.close()
         else:
             self.close(getattr(sys, "last_value", None))

@@ -4,6 +4,7 @@ Standard library only until torch is in.
     import torch ──────────────► recording.process.begin
     import argparse, yaml, json ─► Settings: what the script reads, as a plan has changed it
     flatout.attach() ──────────► the same by hand, in a notebook or a script
+    flatout.apply() ───────────► a plan's changes by hand, without a recording
 """
 
 from __future__ import annotations
@@ -201,11 +202,12 @@ def _record_loads(module: Any) -> None:
 settings = Settings()
 _readers: list[Knobs | Settings] = [settings]  # of settings; what a plan changes is done first
 _started = False
+_ledger = Ledger()  # the changes to make in this process
 
 
 def start() -> None:
     """Wait for torch, once a process; nothing happens where flatout did not launch it."""
-    global _started
+    global _started, _ledger
     try:
         options = Options.from_environment(os.environ)
         if _started or options is None:
@@ -216,15 +218,20 @@ def start() -> None:
             let_be_read(options.read_by)
         _redirect()
         changes = options.plan.changes if options.plan is not None else ()
-        ledger = Ledger(changes)
-        if any(change.knob for change in changes):
-            from flatout.inside.changes.knob_values import Knobs
-
-            _readers.insert(0, Knobs(ledger))
+        _ledger = Ledger(changes)
+        _turn_knobs()
         watch_settings()
-        when_imported("torch", lambda torch: _torch_is_here(torch, options, ledger))
+        when_imported("torch", lambda torch: _torch_is_here(torch, options))
     except Exception as problem:
         _not_measured(problem)
+
+
+def _turn_knobs() -> None:
+    """Change settings as they are read, if there are changes to make so."""
+    if any(change.knob for change in _ledger.changes.values()):
+        from flatout.inside.changes.knob_values import Knobs
+
+        _readers[:] = [Knobs(_ledger), settings]
 
 
 def _redirect() -> None:
@@ -244,13 +251,13 @@ def _redirect() -> None:
     when_imported("safetensors.torch", lambda module: redirect.redirect_safetensors(module, sandbox))
 
 
-def _torch_is_here(torch: Any, options: Options, ledger: Ledger) -> None:
+def _torch_is_here(torch: Any, options: Options) -> None:
     _require_torch(torch)
     if options.trial is not None:
         from flatout.inside import compiler
 
         compiler.load_when_used(torch)
-    _begin(options, ledger)
+    _begin(options)
 
 
 def _require_torch(torch: Any) -> None:
@@ -261,43 +268,62 @@ def _require_torch(torch: Any) -> None:
         raise UsageError(f"torch {torch.__version__} is older than {oldest}, the oldest that flatout knows")
 
 
-def _begin(options: Options, ledger: Ledger, *, late: bool = False) -> Recording:
+def _begin(options: Options, *, late: bool = False) -> Recording:
     """Start recording; `late` where modules may have been made already."""
     from flatout.inside.recording import process
 
     process.patches.when_imported = when_imported
     if late:
         process.roots.note_living()
-    return process.begin(options, settings, ledger)
+    return process.begin(options, settings, _ledger)
 
 
 # -- by hand
 
 
 class Attachment:
-    """A recording, which ends with the process, with `close`, or with the `with` block."""
+    """A recording, which ends with the process, with `close`, or with the `with` block: then `show` is called."""
 
-    def __init__(self, folder: Path | None, recording: Recording | None) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path | None, recording: Recording | None, show: Callable[[Path], None] | None = None
+    ) -> None:
+        self._folder = folder
         self._recording = recording
+        self._show = show
 
-    def close(self) -> None:
-        """End the recording: the trace in `folder` is whole."""
+    @property
+    def folder(self) -> Path | None:
+        """Where it is recorded: beside the folder that was asked for, if that holds a recording already."""
+        return self._recording.folder if self._recording is not None else self._folder
+
+    @property
+    def ended(self) -> bool:
+        """Whether the recording is over, as it is after `max_steps`."""
+        return self._recording is not None and self._recording.closed
+
+    def close(self, raised: BaseException | None = None) -> None:
+        """End the recording: the trace in `folder` is whole, and says what was `raised`."""
         if self._recording is not None:
-            self._recording.close()
+            self._recording.close(raised)
 
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
+        self.close(raised)
+        if self._show is not None and self.folder is not None:
+            self._show(self.folder)
 
 
-def attach(trace: str | Path | None = None, *, xray: bool = True) -> Attachment:
-    """Record this process from now on, into `trace` (default: a new folder in flatout-runs).
-
-    Under `flatout run` the recording that is going on is given back; with FLATOUT=off nothing is recorded.
-    """
+def attach(
+    trace: str | Path | None = None,
+    *,
+    xray: bool = True,
+    max_steps: int | None = None,
+    name: str = "",
+    show: Callable[[Path], None] | None = None,
+) -> Attachment:
+    """What `flatout.attach` does; a recording of its own can have a `name`, end after `max_steps`, and be shown."""
     import torch
 
     launched = Options.from_environment(os.environ)
@@ -308,7 +334,45 @@ def attach(trace: str | Path | None = None, *, xray: bool = True) -> Attachment:
 
         return Attachment(launched.folder, process.recording)
     _require_torch(torch)
-    name = Path(sys.argv[0] or "notebook").stem or "notebook"
-    options = Options(folder=Path(trace or new_folder(name)).absolute(), name=name, xray=xray)
+    name = name or Path(sys.argv[0]).stem or "notebook"
+    folder = Path(trace or new_folder(name)).absolute()
     watch_settings()
-    return Attachment(options.folder, _begin(options, Ledger(), late=True))
+    options = Options(folder=folder, name=name, xray=xray, max_steps=max_steps)
+    return Attachment(folder, _begin(options, late=True), show)
+
+
+def apply(plan: str | Path) -> None:
+    """Make a plan's changes in this process; call it before the loader, the optimizer and the model are built.
+
+    What `flatout run --plan` makes already is not made twice; with FLATOUT=off nothing is changed.
+    """
+    from flatout.model.changes import check
+    from flatout.model.plan import Plan
+
+    wanted = Plan.load(Path(plan))
+    check(wanted, str(plan))
+    new = {change.name: change for change in wanted.changes if change.name not in _ledger.changes}
+    if not new or os.environ.get("FLATOUT") == "off":
+        return
+    launched = Options.from_environment(os.environ)
+    _ledger.changes.update(new)
+    _turn_knobs()
+    watch_settings()
+    if launched is None or "torch" in sys.modules:
+        when_imported("torch", lambda torch: _change_at_once(torch, launched))
+
+
+def _change_at_once(torch: Any, launched: Options | None) -> None:
+    """Make changes in a process that is not recorded, or whose recording began when torch was imported."""
+    from flatout.inside.recording import process
+
+    _require_torch(torch)
+    process.patches.when_imported = when_imported
+    if process.applied is not None:
+        print("flatout: flatout.apply has no effect: other changes are being made already", file=sys.stderr)
+        return
+    applied = process.make_changes(launched or Options(folder=Path(), name=""), _ledger)
+    if launched is None and applied is not None:  # else the recording tells it
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(lambda *_: applied.step_ended(first=False))

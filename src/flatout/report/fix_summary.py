@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.fix.offers import all_in_words, in_words
+from flatout.fix.patch import FilePatch
 from flatout.fix.result import Attempt, FixResult
 from flatout.fix.runs import Run
 from flatout.fix.speed import Speed
@@ -54,6 +55,7 @@ class FixSummary:
     price: Price | None
     run: RecordedRun | None  # the training as it is now; None if the first run of the fix failed
     comparison: Comparison | None  # of before and after
+    patch: FilePatch | None = None  # of the person's files, if it was asked for
 
     @property
     def kept(self) -> list[Attempt]:
@@ -156,6 +158,7 @@ class FixSummary:
             withheld.append(Item(offer.name, lines=[offer.why], to_copy=[f"--allow {option}"]))
         left = [finding_item(run, finding) for finding in self.left if run is not None]
         sections += [
+            ReportSection("patch", "The same as a patch", self._as_patch()),
             ReportSection("undone", "Not kept", list(map(_undone, bundles(self.undone)))),
             ReportSection("withheld", "Not tried without your permission", withheld),
             ReportSection("left", "Left to you", left),
@@ -180,6 +183,22 @@ class FixSummary:
             copy_as="to make it permanent: ",
             to_copy=[self.permanently(attempt) for attempt in bundle],
         )
+
+    def _as_patch(self) -> list[Item]:
+        patch, to_copy = self.patch, []
+        if patch is None:
+            return []
+        lines = [f"tried: {patch.tried}" if patch.tried else "not tried: the gain is that of the plan"]
+        if patch.by_plan:
+            lines.append(f"by flatout.apply, which reads the plan: {all_in_words(patch.by_plan)}")
+        if patch.unwritten:
+            lines.append(f"not in it, so train with the plan: {all_in_words(patch.unwritten)}")
+        if patch.files:
+            to_copy.append(f"git apply {shlex.quote(str(patch.file))}")
+        if redact_command(patch.command) != self.command:
+            to_copy.append(shlex.join(redact_command(patch.command)))
+        names = ", ".join(map(str, patch.files))
+        return [Item(f"{patch.file}: {names}" if names else "no file to edit", lines=lines, to_copy=to_copy)]
 
     def _every_run(self) -> Table:
         """Each run with its speed: how the training became faster."""
@@ -214,6 +233,7 @@ class FixSummary:
             "kept": [_attempt_to_json(attempt, self.permanently(attempt)) for attempt in self.kept],
             "undone": [_attempt_to_json(attempt) for attempt in self.undone],
             "withheld": withheld,
+            "patch": _patch_to_json(self.patch) if self.patch is not None else None,
             "left": [finding_to_json(finding) for finding in self.left],
             "trials": trials,
             "noise": _as_dict(result.noise),
@@ -357,6 +377,17 @@ def _attempt_to_json(attempt: Attempt, permanently: str | None = None) -> dict[s
         "where": attempt.where,
         "also": list(attempt.also),
         "permanently": permanently,
+    }
+
+
+def _patch_to_json(patch: FilePatch) -> dict[str, Any]:
+    return {
+        "file": str(patch.file),
+        "edits": list(map(str, patch.files)),
+        "command": list(redact_command(patch.command)),
+        "by_plan": [change.name for change in patch.by_plan],
+        "unwritten": [change.name for change in patch.unwritten],
+        "tried": patch.tried or None,
     }
 
 

@@ -4,6 +4,7 @@ module, or when a step ends. From then on it may be switched between two steps.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import time
@@ -341,9 +342,11 @@ class GcFreeze(LiveChange):
         if self.is_on and not self._is_frozen:
             gc.collect()
             gc.freeze()
+            atexit.register(gc.unfreeze)  # else what libraries have at the end looks like a leak to them
             self.made("what lived after the first step is left out of garbage collections")
         elif self._is_frozen and not self.is_on:
             gc.unfreeze()
+            atexit.unregister(gc.unfreeze)
         self._is_frozen = self.is_on
 
 
