@@ -4,14 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatout.feed import DataLoader
-    from flatout.inside.start import attach
+    from flatout.inside.start import apply
+    from flatout.notebook import attach
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["DataLoader", "__version__", "attach"]
+__all__ = ["DataLoader", "__version__", "apply", "attach"]
 
 # What needs torch is imported when it is asked for.
-_LAZY = {"DataLoader": "flatout.feed", "attach": "flatout.inside.start"}
+_LAZY = {
+    "DataLoader": "flatout.feed",
+    "apply": "flatout.inside.start",
+    "attach": "flatout.notebook",
+    "load_ipython_extension": "flatout.notebook",
+}
 _ROOMS = ("augment", "feed")
 
 

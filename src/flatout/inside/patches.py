@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import IntEnum
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, LOGGING, OPTIMIZER, START, SYNC
+from flatout.model.frameworks import FRAMEWORKS
 
 Call = Callable[..., Any]
 
@@ -67,6 +68,15 @@ _BY_HAND = "attention written out by hand, where nothing is compiled"
 _ENDS_LOOKING = "looking for attention ends before anything is compiled"
 _CLIPS = "clip_grad_norm_ clip_grad_value_"
 
+
+def _saved_by_frameworks() -> Iterator[Patch]:
+    """What frameworks do to write a checkpoint: more than the call of torch in the middle of it."""
+    for where in (name for framework in FRAMEWORKS for name in framework.saves):
+        owner, _, name = where.rpartition(".")
+        library = owner.rpartition(".")[0]
+        yield Patch(owner, name, "the time of checkpoints", phase=CHECKPOINT, library=library)
+
+
 TABLE: tuple[Patch, ...] = (
     Patch(_LOADER, "__iter__", "a pass over the data begins", phase=START),
     Patch(_ITERATOR, "__next__", "waiting for data; a batch that is there"),
@@ -100,6 +110,7 @@ TABLE: tuple[Patch, ...] = (
     Patch("torch", "save", "the time of checkpoints", phase=CHECKPOINT),
     Patch(_SAFE, "save_file", "the time of checkpoints", phase=CHECKPOINT, library=_SAFE),
     Patch(_SPREAD, "save", "the time of checkpoints", phase=CHECKPOINT, library=_SPREAD),
+    *_saved_by_frameworks(),
     Patch("builtins", "print", "the time of logging", phase=LOGGING),
     Patch("logging.Logger", "callHandlers", "the time of logging", phase=LOGGING),
     Patch(f"{_BOARD}.SummaryWriter", _LOGS, "the time of logging", phase=LOGGING, library=_BOARD),

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from types import CodeType, TracebackType
 
 import torch
 
+from flatout.inside.cells import cell_of
 from flatout.model.records import DECORATORS, WRAPPED_CALL, Frame, Stacks, StackTime
 from flatout.redact import redact_text
 
@@ -204,7 +205,17 @@ def lines_of(thread: int) -> list[Line]:
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return []
-    return [(frame.f_code, number or 0) for frame, number in islice(walk_stack(innermost), _DEEPEST)]
+    return [
+        (frame.f_code, number or _line_before(frame.f_code, frame.f_lasti))
+        for frame, number in islice(walk_stack(innermost), _DEEPEST)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_before(code: CodeType, instruction: int) -> int:
+    """The line of the last instruction up to this one that has a line: those that close a loop may have none."""
+    before = (line for start, _, line in code.co_lines() if line and start <= instruction)
+    return max(deque(before, maxlen=1), default=code.co_firstlineno)
 
 
 def shown(stack: Iterable[Line]) -> tuple[Line, ...]:
@@ -283,9 +294,13 @@ def _function(code: CodeType) -> str:
     return ".".join(parts)
 
 
-@functools.lru_cache(maxsize=4096)
 def _path(filename: str) -> str:
-    """How a report names a file."""
+    """How a report names a file, or the cell of a notebook."""
+    return cell_of(filename) or _file(filename)
+
+
+@functools.lru_cache(maxsize=4096)
+def _file(filename: str) -> str:
     for folder in (*_libraries(), f"{Path.cwd()}{os.sep}"):
         if filename.startswith(folder):
             return redact_text(filename[len(folder) :])

@@ -15,7 +15,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,8 @@ from flatout.model.errors import UsageError
 MOST_BYTES = 1_000_000
 MOST_NODES = 100_000  # of a YAML text, each counted as often as aliases repeat it
 MOST_NOTEBOOK_BYTES = 100_000_000  # notebooks contain their pictures
-_PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")  # cell magics that are followed by Python
+# Cell magics that are followed by Python.
+_PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun", "%%flatout")
 _MAGIC = re.compile(r"(?m)^([ \t]*)(?:[%!?](?:.*\\\n)*.*|[\w.]+\?+[ \t]*$)")
 _ASSIGNED_MAGIC = re.compile(r"(?m)^([ \t]*[\w., ]+= *)[%!].*")
 DEEPEST = 100
@@ -228,18 +229,30 @@ def _refuse(problem: str, at: Any) -> NoReturn:
 
 def read_notebook(path: Path) -> tuple[str, Cells]:
     """The code of a notebook, and where in it each cell begins."""
-    notebook = load_json(text_of(path, MOST_NOTEBOOK_BYTES), str(path))
+    return as_script(code_cells(load_json(text_of(path, MOST_NOTEBOOK_BYTES), str(path)), str(path)))
+
+
+def code_cells(notebook: Any, where: str) -> list[tuple[int, str]]:
+    """The text of each code cell of a notebook, with its number among all cells, from 1."""
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
-        raise UsageError(f"{path} is not a notebook of format 4: save it with a current Jupyter")
-    lines: list[str] = []
-    begins: Cells = []
+        raise UsageError(f"{where} is not a notebook of format 4: save it with a current Jupyter")
+    found = []
     for number, cell in enumerate(cells, 1):
         source = cell.get("source") or ""
         text = "".join(map(str, source)) if isinstance(source, list) else str(source)
         if cell.get("cell_type") == "code" and text.strip():
-            begins.append((len(lines), number))
-            lines += python_lines(text)
+            found.append((number, text))
+    return found
+
+
+def as_script(cells: Iterable[tuple[int, str]]) -> tuple[str, Cells]:
+    """The code of numbered cells as one text, and where in it each cell begins."""
+    lines: list[str] = []
+    begins: Cells = []
+    for number, text in cells:
+        begins.append((len(lines), number))
+        lines += python_lines(text)
     return "\n".join(lines), begins
 
 

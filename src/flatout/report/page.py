@@ -23,7 +23,6 @@ from flatout import __version__
 from flatout.model.formatting import in_full, ms
 from flatout.report import Report, view_of
 from flatout.report.views import (
-    GUIDE,
     BarChart,
     ChartBar,
     CodeFrame,
@@ -88,6 +87,23 @@ def page(report: Report) -> str:
     return re.sub(r"{{(\w+)}}", lambda match: values[match[1]], template)
 
 
+def summary(report: Report) -> Html:
+    """What matters most, for the cell of a notebook, which has a style of its own."""
+    view = view_of(report, brief=True)
+    items = [part for section in view.sections for part in section.parts if isinstance(part, Item)]
+    return join([
+        *(tag("p", tag("strong", line)) for line in view.headlines),
+        *(tag("p", f"Note: {note}.") for note in view.notes),
+        _table(Table("", ("the run", "", ""), view.figures, numbers_from=3)),
+        tag("ol", *map(_in_short, items)) if items else None,
+    ])  # fmt: skip
+
+
+def _in_short(item: Item) -> Html:
+    beside = ", ".join(filter(None, (item.brief, item.code, item.where)))
+    return tag("li", sentence(item.title), f" ({beside})" * bool(beside), *(tag("pre", text) for text in item.to_copy))
+
+
 def _hash_of(name: str, template: str) -> str:
     """The page's script or style as a content security policy names it."""
     text = template.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
@@ -111,7 +127,7 @@ def _head(view: ReportView) -> Html:
 
 
 def _item(item: Item) -> Html:
-    code = tag("code", item.code, class_="chip", title=f"{GUIDE.name}: {item.code}")
+    code = tag("code", item.code, class_="chip", title=f"flatout explain {item.code}")
     lines = filter(None, (*item.lines, item.copy_as))
     evidence = _table(Table("Evidence", ("what", "value"), item.evidence))
     return tag(

@@ -98,3 +98,25 @@ def test_importing_flatout_leaves_torch_alone() -> None:
     subprocess.run([sys.executable, "-c", look], check=True)
     with pytest.raises(AttributeError, match="no attribute 'detach'"):
         flatout.detach  # noqa: B018
+
+
+def train_and_fail() -> None:
+    train()
+    raise ZeroDivisionError
+
+
+def test_a_with_block_ends_with_the_summary_of_what_it_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here", "here-2"):  # one that holds a recording is left as it is
+        with flatout.attach("here"):
+            train()
+        assert f"Trace: {folder}\n" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError), flatout.attach("here"):
+        train_and_fail()
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.startswith("Training ended after 5 steps: ZeroDivisionError at ")
+    with flatout.attach("nothing"):
+        pass
+    assert capsys.readouterr().err == "flatout: nothing has trained: no call of torch.optim.Optimizer.step was seen\n"
