@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flatout.inside.patches import rows as patch_rows
 from flatout.model.causes import CAUSES, cured_by
-from flatout.model.changes import CHANGES, ChangeSpec
+from flatout.model.changes import CHANGES
 from flatout.model.formatting import GPU_READINGS, HOST_READINGS, Reading
 
 DOCS = Path(__file__).resolve().parent
@@ -44,7 +44,7 @@ def filled(text: str) -> str:
 def changes() -> str:
     """Each change: its values, its class, what it does, when it gets in."""
     rows = [
-        (f"`{spec.name}`", spec.does, spec.takes.words, _safety(spec), spec.moment, "yes" if spec.live else "")
+        (f"`{spec.name}`", spec.does, spec.takes.words, spec.safety_in_words, spec.moment, "yes" if spec.live else "")
         for spec in CHANGES
     ]
     return _table(("change", "what it does", "value", "class", "gets in", "between two steps"), rows)
@@ -55,9 +55,7 @@ def settings() -> str:
     rows = []
     for spec in CHANGES:
         causes = ", ".join(f"[{cause.code}](TROUBLESHOOTING.md{cause.anchor})" for cause in cured_by(spec.name))
-        first = spec.takes.words.partition(" ")[0]
-        code = spec.code.format({"true": "True", "a": "N"}.get(first, first))
-        rows.append((f"`{spec.name}`", causes, f"`{code}`"))
+        rows.append((f"`{spec.name}`", causes, f"`{spec.code_to_write}`"))
     return _table(("change", "cures", "in your own code"), rows)
 
 
@@ -94,12 +92,6 @@ def _readings(readings: Sequence[Reading]) -> str:
     ]
     heads = ("name", "label", "JSON of `top`", "summary of `top`", "CSV", "JSON of `run`", "report")
     return _table(heads, rows)
-
-
-def _safety(spec: ChangeSpec) -> str:
-    if spec.advice_only:
-        return "advice: yours to make"
-    return f"{spec.safety}; {spec.safety_note}" if spec.safety_note else spec.safety
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

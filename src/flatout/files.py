@@ -16,6 +16,8 @@ from typing import IO
 # For what may hold more than its owner would show: output, configs, plans.
 PRIVATE = 0o600
 _NEW = 0o666  # less what the umask takes
+RUNS = "flatout-runs"  # the folder of all recordings, unless a person names another place
+_IGNORE, _ALL = ".gitignore", "*\n"
 
 
 def write_whole(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
@@ -55,6 +57,24 @@ def write_whole_by(path: Path, write: Callable[[IO[bytes]], object], *, mode: in
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def make_recording_folder(folder: Path) -> None:
+    """Make the folder of a recording. A new `flatout-runs` around it has git look away."""
+    runs = folder.parent
+    is_new = runs.name == RUNS and not runs.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_new:
+        with contextlib.suppress(OSError):
+            write_whole(runs / _IGNORE, _ALL)
+
+
+def remove_if_empty(runs: Path) -> None:
+    """Remove the folder of all recordings if there is none in it."""
+    with contextlib.suppress(OSError):
+        if [path.name for path in runs.iterdir()] == [_IGNORE] and (runs / _IGNORE).read_text() == _ALL:
+            (runs / _IGNORE).unlink()
+        runs.rmdir()
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.files import PRIVATE, write_whole, write_whole_by
+from flatout.files import PRIVATE, make_recording_folder, remove_if_empty, write_whole, write_whole_by
 
 
 def _full(file: object) -> None:
@@ -115,3 +115,27 @@ def test_it_writes_where_a_trial_redirects_what_is_written(tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "x.json").exists()
     assert (tmp_path / "kept" / "x.json").read_text() == "two"
+
+
+def test_git_looks_away_from_a_new_folder_of_recordings_and_what_is_empty_goes(tmp_path: Path) -> None:
+    runs = tmp_path / "flatout-runs"
+    make_recording_folder(runs / "one")
+    assert (runs / ".gitignore").read_text() == "*\n"
+    remove_if_empty(runs)
+    assert (runs / "one").is_dir()
+    (runs / "one").rmdir()
+    remove_if_empty(runs)
+    assert not runs.exists()
+    make_recording_folder(tmp_path / "elsewhere" / "one")
+    assert not (tmp_path / "elsewhere" / ".gitignore").exists()
+
+
+def test_a_folder_of_recordings_that_is_there_keeps_what_git_was_told(tmp_path: Path) -> None:
+    runs = tmp_path / "flatout-runs"
+    runs.mkdir()
+    make_recording_folder(runs / "one")
+    assert not (runs / ".gitignore").exists()
+    (runs / "one").rmdir()
+    (runs / ".gitignore").write_text("*\n!kept\n")
+    remove_if_empty(runs)
+    assert (runs / ".gitignore").read_text() == "*\n!kept\n"

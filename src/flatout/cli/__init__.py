@@ -6,7 +6,23 @@ output  where results go: the terminal, --json, --html
 A verb imports what it needs inside its function, so that --help is quick. That function's docstring is its help.
 """
 
-from flatout.cli import check, compare, doctor, fix, hook, report, run, top, train
+from flatout.cli import check, compare, doctor, explain, fix, hook, mcp, report, run, runs, skill, top, train
 from flatout.cli.entry import app, main
 
-__all__ = ["app", "check", "compare", "doctor", "fix", "hook", "main", "report", "run", "top", "train"]
+__all__ = [
+    "app",
+    "check",
+    "compare",
+    "doctor",
+    "explain",
+    "fix",
+    "hook",
+    "main",
+    "mcp",
+    "report",
+    "run",
+    "runs",
+    "skill",
+    "top",
+    "train",
+]

@@ -11,8 +11,8 @@ from flatout.model.errors import GateFailed, UsageError
 
 @verb()
 def compare(
-    a: Path = argument("A", "The run before.", default=...),
-    b: Path = argument("B", "The run after.", default=...),
+    a: Path | None = argument("A", "The run before."),
+    b: Path | None = argument("B", "The run after. Without both: the last two in flatout-runs."),
     json: str | None = output_file("the comparison as JSON"),
     html: str | None = output_file("the comparison as one HTML file"),
     fail_if_slower: float | None = option(
@@ -24,7 +24,12 @@ def compare(
     "No difference shown" is an answer. Runs that cannot be compared are shown side by side, with the reason.
     """
     from flatout import report
+    from flatout.report.history import last
 
+    if a is None:
+        a, b = last(2)
+    if b is None:
+        raise UsageError(f"with which run is {a} to be compared? flatout compare A B, or without both the last two")
     with damage_in_one_line(a, b):
         result = report.compare(report.read_run([a]), report.read_run([b]))
         write_report(result, json, html, console())

@@ -27,9 +27,26 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-VERBS = ("run", "fix", "report", "compare", "check", "top", "train", "doctor", "hook")  # in the order of --help
+# In the order of --help.
+VERBS = (
+    "run",
+    "fix",
+    "report",
+    "compare",
+    "runs",
+    "check",
+    "explain",
+    "top",
+    "train",
+    "doctor",
+    "hook",
+    "mcp",
+    "skill",
+)
 
-_EXTRAS = {"textual": "top", "pydantic": "train", "torch": "train"}  # what few verbs need
+# What few verbs need. The server is in mcp from version 2 on.
+_EXTRAS = {"textual": "top", "pydantic": "train", "torch": "train", "mcp": "mcp", "mcp.server.mcpserver": "mcp"}
+_EXTRAS |= {"nbclient": "notebook"}
 
 # What typer raises for a mistake in the arguments. typer keeps its base class private, under changing names.
 _ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
@@ -130,6 +147,12 @@ def read_price(text: str | None) -> Price | None:
         raise UsageError(f"--price {text}: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h") from None
 
 
+def recordings_kept() -> Any:
+    """The option --keep, or FLATOUT_KEEP."""
+    text = "How many recordings flatout-runs keeps, without those that you have named; 0: all."
+    return option("N", text, default=50, min=0, envvar="FLATOUT_KEEP")
+
+
 def output_file(content: str) -> Any:
     """An option such as --json FILE, where - is stdout."""
     return option("FILE", f"Write {content}; - is stdout.")
@@ -148,7 +171,7 @@ def command_of(context: typer.Context) -> list[str]:
 def require_linux(verb: str) -> None:
     """A one-line error on systems where this verb cannot work."""
     if sys.platform != "linux":
-        raise UsageError(f"flatout {verb} is Linux only; flatout top, doctor, report and compare work here")
+        raise UsageError(f"flatout {verb} is Linux only; flatout top, doctor, report, compare and runs work here")
 
 
 # Running it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.cli.entry import argument, output_file, verb
 from flatout.cli.output import console, damage_in_one_line, keep_exit_code, say, write_report
+from flatout.files import remove_if_empty
 from flatout.model.errors import FlatoutError
+from flatout.model.formatting import count_of
 
 if TYPE_CHECKING:
     from flatout.report.account import Price
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 @verb()
 def report(
-    trace: list[Path] = argument("TRACE", "A run's folder; of several machines, all.", default=...),
+    trace: list[Path] | None = argument(
+        "TRACE", "A run's folder; of several machines, all. Default: the newest in flatout-runs."
+    ),
     json: str | None = output_file("the report as JSON"),
     html: str | None = output_file("the report as one HTML file"),
 ) -> None:
@@ -27,15 +30,18 @@ def report(
     The HTML file needs no other file and no network. Folders recorded on several machines become one report.
     """
     from flatout.report import read_run
+    from flatout.report.history import last
 
-    with damage_in_one_line(*trace):
-        write_report(read_run(trace), json, html, console())
+    folders = trace or last(1)
+    with damage_in_one_line(*folders):
+        write_report(read_run(folders), json, html, console())
 
 
-def summarize_runs(folder: Path, *, keep: bool, quiet: bool, why_empty: str = "", **shown: Any) -> None:
-    """Print a summary of each training that a command was; remove recordings without a step, unless told to `keep`.
+def summarize_runs(folder: Path, *, keep: bool, most: int, quiet: bool, why_empty: str = "", **shown: Any) -> None:
+    """Print a summary of each training that a command was.
 
-    `why_empty` is said of those, unless it was said already why nothing was measured.
+    Unless told to `keep`, remove recordings without a step, and all but the last `most` beside this one. `why_empty`
+    is said of a recording without a step, unless it was said already why nothing was measured.
     """
     from flatout.launch.launcher import recordings
     from flatout.launch.protocol import reasons_not_measured
@@ -52,8 +58,18 @@ def summarize_runs(folder: Path, *, keep: bool, quiet: bool, why_empty: str = ""
             if not keep:
                 shutil.rmtree(recording, ignore_errors=True)
         if not keep:
-            with contextlib.suppress(OSError):  # there are others in it
-                folder.parent.rmdir()
+            remove_if_empty(folder.parent)
+        if not keep and folder.is_dir():  # there is one more
+            _remove_older(most, folder.parent, quiet=quiet)
+
+
+def _remove_older(most: int, runs: Path, *, quiet: bool) -> None:
+    from flatout.report.history import remove_older
+
+    gone = remove_older(most, runs)
+    if gone and not quiet:
+        which = count_of(gone, "older recording")
+        say(f"{which} removed from {runs}: it keeps the last {most} (--keep N or FLATOUT_KEEP; 0: all)")
 
 
 def summarize_run(
@@ -69,13 +85,18 @@ def summarize_run(
 
     A failure in it is one line and never changes the run's exit code.
     """
-    from flatout.report import read_run
+    from flatout.report import history, read_run
 
     try:
         result = read_run([folder], price)
+        past = history.PastRun.of(result, folder)
+        history.note(past)
         if changed and result.changes:
             say(result.changes)
         write_report(result, json_to, html_to, None if quiet else console(stderr=True))
+        beside = history.beside_earlier(past)
+        if beside and not quiet:
+            say(beside)
     except FlatoutError as problem:
         say(str(problem))
     except Exception as problem:  # a mistake of ours, and the training must not suffer from it

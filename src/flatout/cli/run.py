@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -18,6 +19,7 @@ from flatout.cli.entry import (
     output_file,
     price_of_an_hour,
     read_price,
+    recordings_kept,
     require_linux,
     verb,
 )
@@ -56,13 +58,15 @@ def run(
     strict: bool = flag("--strict", "With --auto: only changes that leave every batch bit for bit as it was."),
     quiet: bool = flag("--quiet", "No summary at the end."),
     price: str | None = price_of_an_hour("shows what the run and an epoch cost"),
+    keep: int = recordings_kept(),
     json: str | None = output_file("the report as JSON"),
     html: str | None = output_file("the report as one HTML file"),
 ) -> None:
     """Run a training command and say where every second of GPU time went. Your script is not edited.
 
     `flatout run -- python train.py --epochs 3`, or your own launcher, word for word: torchrun, accelerate launch,
-    bash train.sh, make train. `flatout run train.py` is short for `-- python train.py`.
+    bash train.sh, make train. `flatout run train.py` is short for `-- python train.py`;
+    `flatout run train.ipynb` runs the cells of a notebook.
 
     `--plan FILE` trains with what `flatout fix` has kept; `--auto` with the changes that are safe without any trial.
     `--tune` measures those while your training runs, keeps what pays, and leaves flatout-plan.yaml.
@@ -77,7 +81,7 @@ def run(
     if tune and (plan is not None or auto or max_steps is not None):
         raise UsageError("--tune goes without --plan, --auto and --max-steps: it decides itself, while you train")
     changes = _plan_to_apply(plan, auto=auto, strict=strict, tune=tune)
-    command = command_of(context)
+    command = _notebook_as_command(command_of(context))
     check_outputs(json, html)
     hourly_price = read_price(price)
     folder = trace or launcher.default_folder(command or ["run"])
@@ -93,6 +97,7 @@ def run(
     summarize_runs(
         folder,
         keep=trace is not None,
+        most=keep,
         quiet=quiet,
         why_empty=_why_no_step(code),
         changed=changes is not None and not tune,
@@ -104,6 +109,20 @@ def run(
         with keep_exit_code():
             _save_what_was_tuned(folder, command)
     raise typer.Exit(code)
+
+
+def _notebook_as_command(command: list[str]) -> list[str]:
+    """What runs a notebook, if the command is one."""
+    if not command or not command[0].endswith(".ipynb"):
+        return command
+    from flatout.model.inputs import read_notebook
+
+    read_notebook(Path(command[0]))
+    if command[1:]:
+        raise UsageError(f"a notebook takes no arguments: flatout run {command[0]}")
+    import nbclient  # noqa: F401  where it is not installed, one line says so
+
+    return [sys.executable, "-m", "flatout.launch.run_notebook", command[0]]
 
 
 def _save_what_was_tuned(folder: Path, command: Sequence[str]) -> None:

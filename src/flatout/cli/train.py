@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from flatout.cli.entry import argument, flag, option, require_linux, verb
+from flatout.cli.entry import argument, flag, option, recordings_kept, require_linux, verb
 from flatout.cli.report import summarize_run, summarize_runs
 from flatout.model.errors import NotSavedError, UsageError
 from flatout.model.inputs import is_file, is_folder
@@ -25,6 +25,7 @@ def train(
     explain: bool = flag("--explain", "Build the parts, print the settings in force, and why; no training."),
     gpus: int = option("N", "Train on this many GPUs of this machine.", min=1, default=1),
     quiet: bool = flag("--quiet", "Only what matters, for logs; no summary at the end."),
+    keep: int = recordings_kept(),
     here: bool = typer.Option(False, "--here", hidden=True),
 ) -> None:
     """Train what a YAML file describes: fast by default, or an error that says why not.
@@ -61,10 +62,10 @@ def train(
         command.append("--resume")
     if explain:
         command.append("--explain")
-    _launch([*command, "--gpus", str(gpus), "--", str(config), *words], config.stem, gpus=gpus, quiet=quiet)
+    _launch([*command, "--gpus", str(gpus), "--", str(config), *words], config.stem, gpus=gpus, quiet=quiet, keep=keep)
 
 
-def _launch(command: list[str], name: str, *, gpus: int, quiet: bool) -> None:
+def _launch(command: list[str], name: str, *, gpus: int, quiet: bool, keep: int) -> None:
     from flatout.launch import launcher
     from flatout.sample import budget
 
@@ -73,7 +74,7 @@ def _launch(command: list[str], name: str, *, gpus: int, quiet: bool) -> None:
         command = [sys.executable, "-m", "flatout.launch.launch_ranks", str(gpus), *command]
     folder = launcher.default_folder([f"{name}.py"])
     code = launcher.run(command, folder=folder, ends_with_us=True)
-    summarize_runs(folder, keep=False, quiet=quiet)
+    summarize_runs(folder, keep=False, most=keep, quiet=quiet)
     if code == NOT_SAVED:
         raise NotSavedError("the final weights are not saved, for the reason given at the end of the training")
     raise typer.Exit(code)

@@ -23,6 +23,7 @@ from flatout.diagnose.breakdown import (
 from flatout.diagnose.gains import gain_if_gpu_spared, gain_if_host_spared, gain_if_removed
 from flatout.diagnose.rank_metrics import MIN_SHARE, RankMetrics, rounded
 from flatout.model.causes import BY_CODE, Finding
+from flatout.model.frameworks import FRAMEWORKS
 from flatout.trace import Step, Window
 
 _MIN_OWN_CODE = 0.05  # of the time: a loop's ordinary bookkeeping takes less
@@ -83,8 +84,11 @@ def own_code(metrics: RankMetrics) -> Finding | None:
 
 
 def _framework_around(metrics: RankMetrics, hottest: HotLine) -> str | None:
-    """The library whose training loop this line calls: forward passes come out of the same call."""
+    """The library whose training loop this line calls: it is known for that, or forward passes come out of the same
+    call."""
     library = (hottest.called or "torch").partition(".")[0]
+    if any(library in framework.packages and framework.loop_files for framework in FRAMEWORKS):
+        return library
     lines = (line for function in in_training(metrics.rank, ("forward",)) for line in function.lines)
     calls = {(line.where, line.called) for line in lines}
     return library if library != "torch" and (hottest.where, hottest.called) in calls else None

@@ -133,7 +133,8 @@ class Machine:
         own, there = self.own_cpu_share, self.cores_of_machine
         if own is not None and there and self._cores_of_run < _ALL_CORES * there:
             return own
-        return self._allowed_cores_busy
+        # Of a short training there are few samples, and not the same ones show both.
+        return max((share for share in (own, self._allowed_cores_busy) if share is not None), default=None)
 
     @cached_property
     def own_cores(self) -> float | None:

@@ -24,8 +24,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from flatout.files import make_recording_folder
 from flatout.launch import sandbox
 from flatout.launch.exact_lines import PySpies, find_py_spy
+from flatout.launch.git_commit import commit_here
 from flatout.launch.hook import HOOK, OLDEST_PYTHON
 from flatout.launch.launch_ranks import end_with_parent
 from flatout.launch.protocol import (
@@ -221,7 +223,7 @@ def recordings(folder: Path) -> list[Path]:
 def _name(command: Sequence[str]) -> str:
     """What to call a run: the script, the module, or else the program."""
     command = redact_command(command)
-    scripts = [Path(word.split()[-1]).stem for word in command if word.endswith((".py", ".sh"))]
+    scripts = [Path(word.split()[-1]).stem for word in command if word.endswith((".py", ".sh", ".ipynb"))]
     modules = [after.rpartition(".")[2] for word, after in pairwise(command) if word == "-m"]
     programs = [Path(word).stem for word in command[:1]]
     return next(filter(None, (*scripts, *modules[-1:], *programs)), "run")
@@ -230,7 +232,7 @@ def _name(command: Sequence[str]) -> str:
 def _make_folder(folder: Path) -> bool:
     """Make the trace folder. One that holds a recording is a mistake; one that cannot be made costs the recording."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_recording_folder(folder)
     except OSError as problem:
         say(f"cannot record into {folder} ({problem.strerror}): running unmeasured")
         return False
@@ -265,6 +267,7 @@ def _info(options: Options, pid: int) -> RunInfo:
         pid=pid,
         started_unix_s=time.time(),
         started_s=time.monotonic(),
+        facts={"commit": commit_here()},
     )
 
 

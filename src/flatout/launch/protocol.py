@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.files import write_whole
+from flatout.files import RUNS, write_whole
 
 if TYPE_CHECKING:
     from flatout.model.plan import Plan
@@ -111,7 +111,7 @@ class Options:
 
 def new_folder(name: str) -> Path:
     """flatout-runs/<time>-<name>, not taken yet; -2 and so on behind it would be further trainings of one command."""
-    base = Path("flatout-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    base = Path(RUNS) / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     folder, number = base, os.getpid()
     while folder.exists():
         folder, number = base.with_name(f"{base.name}.{number}"), number + 1

@@ -74,6 +74,19 @@ class ChangeSpec:
         """Whether only the script can make it, by a setting that it reads."""
         return self.moment == "setting read"
 
+    @property
+    def safety_in_words(self) -> str:
+        """Its class, and when it is of another; or that it is advice."""
+        if self.advice_only:
+            return "advice: yours to make"
+        return f"{self.safety}; {self.safety_note}" if self.safety_note else self.safety
+
+    @property
+    def code_to_write(self) -> str:
+        """The line to write for its usual value; N stands for a number."""
+        first = self.takes.words.partition(" ")[0]
+        return self.code.format({"true": "True", "a": "N"}.get(first, first))
+
     def as_code(self, value: Any, framework: str = "") -> str:
         """The line to write for a value; `framework` is the one that makes the call, if it is not the script."""
         special = (f"{framework}:{value}", str(value), framework)

@@ -17,6 +17,7 @@ class Framework:
 
     packages: tuple[str, ...]  # what a script imports
     loop_files: tuple[str, ...] = ()  # how the paths of the files end that run its loop
+    saves: tuple[str, ...] = ()  # its functions that write a checkpoint: module, class, function
     loader_module: str = ""  # where the class of its loaders is defined
     seeding_modules: tuple[str, ...] = ()  # whose worker_init_fn does nothing but seed
     precision: Mapping[str, Mapping[str, object]]  # a class, its arguments that ask for lower precision
@@ -28,6 +29,7 @@ FRAMEWORKS = (
     Framework(
         packages=("transformers",),
         loop_files=("/transformers/trainer.py",),
+        saves=("transformers.trainer.Trainer._save_checkpoint",),
         seeding_modules=("transformers.trainer_utils",),
         precision={"TrainingArguments": _BF16_OR_FP16, "Seq2SeqTrainingArguments": _BF16_OR_FP16},
         loader_arguments={
@@ -40,12 +42,17 @@ FRAMEWORKS = (
     ),
     Framework(
         packages=("accelerate",),
+        saves=("accelerate.accelerator.Accelerator.save_state",),
         loader_module="accelerate.data_loader",
         precision={"Accelerator": {"mixed_precision": "bf16"}},
     ),
     Framework(
         packages=("lightning", "pytorch_lightning"),
         loop_files=("/lightning/pytorch/trainer/trainer.py", "/pytorch_lightning/trainer/trainer.py"),
+        saves=(
+            "lightning.pytorch.trainer.trainer.Trainer.save_checkpoint",
+            "pytorch_lightning.trainer.trainer.Trainer.save_checkpoint",
+        ),
         seeding_modules=("lightning.fabric.utilities.seed", "lightning_fabric.utilities.seed"),
         precision={"Trainer": {"precision": "bf16-mixed"}, "Fabric": {"precision": "bf16-mixed"}},
     ),

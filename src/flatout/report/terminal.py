@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rich import table as rich_table
 from rich.bar import Bar
@@ -19,7 +20,7 @@ from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.fix.result import ProgressListener
 from flatout.model.formatting import count_of, duration
 from flatout.report import Report, view_of
-from flatout.report.views import GUIDE, CodeFrame, Item, Part, Table
+from flatout.report.views import CodeFrame, Item, Part, Table
 
 WIDTH = 80
 MIN_WIDTH, SUBJECT = 50, 27  # of a checklist, and of its first columns
@@ -66,10 +67,9 @@ def _show_section(title: str, parts: Sequence[Part], console: Console) -> None:
         elif isinstance(part, str):
             lead = f"{title}: " * isinstance(parts[0], str)
             _say(console, lead + part, hang=2, style="dim")
-    if any(item.code and item.brief for item in items):
-        here = Path.cwd()
-        guide = GUIDE.relative_to(here) if GUIDE.is_relative_to(here) else GUIDE
-        _say(console, f"each cause, how to make sure, what to do: {guide}", indent=2, style="dim")
+    codes = [item.code for item in items if item.code and item.brief]
+    if codes:
+        _say(console, f"how to make sure, and what to do: flatout explain {codes[0]}", indent=2, style="dim")
 
 
 def _print_code(frame: CodeFrame, console: Console) -> None:
@@ -131,6 +131,25 @@ def _print_table(table: Table, console: Console) -> None:
         _print(console, line)
     if len(table.rows) > MAX_ROWS:
         _say(console, f"and {len(table.rows) - MAX_ROWS} more: see --html or --json", style="dim")
+
+
+# A list of runs
+
+
+def show_runs(runs: Sequence[tuple[Sequence[str], Sequence[str]]], heads: Sequence[str], console: Console) -> None:
+    """Print runs, each a command and its cells, below their commands; a column without a cell is left out."""
+    cells = [heads, *(row for _, row in runs)]
+    widths = [max(map(len, column)) * any(column[1:]) for column in zip(*cells, strict=True)]
+
+    def line(row: Sequence[str], style: str = "") -> Text:
+        shown = (cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
+        return Text("  ".join(shown).rstrip(), style=style)
+
+    _print(console, line(heads, "dim"))
+    for command, group in itertools.groupby(runs, key=lambda run: run[0]):
+        _print(console, Text(shlex.join(command), style="bold"))
+        for _, row in group:
+            _print(console, line(row))
 
 
 # A check

@@ -7,7 +7,6 @@ the page gets all of them, with charts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flatout.diagnose.breakdown import REST, UNSPLIT
@@ -23,7 +22,6 @@ from flatout.model.records import Facts
 CAN_COST = 0.98  # a gain that may be below this is shown as a cost
 MIN_SHOWN_GAIN = 1.005
 _NEEDS_REASON = 0.2  # of the time: with a larger share, a promise beyond it is seen to be one
-GUIDE = (Path(__file__).parents[1] / "TROUBLESHOOTING.md").resolve()  # has an entry for every code
 EARLIER = "work of earlier steps"
 MAX_TEXT = 200
 # What each phase is called, and the family of causes that its color stands for.

@@ -7,6 +7,7 @@ copy is inert.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -16,7 +17,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from flatout.files import open_clear, write_whole
+from flatout.files import make_recording_folder, open_clear, write_whole
 from flatout.model.errors import UsageError
 from flatout.model.records import End, Note, Record, RunInfo, Sample, Step, Summary, Window, encode
 from flatout.model.stats import Sketch
@@ -222,11 +223,31 @@ def _stem(info: RunInfo) -> str:
 
 def _create(path: Path) -> io.FileIO:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return io.FileIO(path, "x", opener=open_clear)
+        make_recording_folder(path.parent)
+        file = io.FileIO(path, "x", opener=open_clear)
     except FileExistsError:
         if path.parent.is_dir():
             raise UsageError(f"{path.parent} already holds a recording: name a new folder") from None
         raise UsageError(f"cannot record into {path.parent}: it is a file") from None
     except OSError as problem:
         raise UsageError(f"cannot record into {path.parent}: {problem.strerror}") from None
+    with contextlib.suppress(ImportError, OSError):  # Windows; a file system without locks
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as it is open: see `is_being_written`
+    return file
+
+
+def is_being_written(folder: Path) -> bool:
+    """Whether a process still has a file of the recording in a folder open."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where no training is recorded
+        return False
+    for path in filter(Path.is_file, folder.rglob("*.jsonl")):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False

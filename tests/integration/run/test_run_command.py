@@ -101,7 +101,7 @@ def test_short_form_quiet_and_json_to_stdout(place: Path) -> None:
     assert done.stdout.startswith("trained\n{")
     assert '"schema": 1' in done.stdout
     assert done.stderr == ""
-    (folder,) = (place / "flatout-runs").iterdir()
+    (folder,) = (place / "flatout-runs").glob("[!.]*")
     assert folder.name.endswith("-train")
 
 

@@ -240,6 +240,6 @@ def test_the_wheel_has_no_start_up_line_and_the_programs_in_it_can_be_executed(t
         names = archive.namelist()
         programs = [one for one in archive.infolist() if one.filename.startswith("flatout/inside/bin/")]
     assert not [name for name in names if name.endswith((".pth", ".start"))]
-    assert "flatout/TROUBLESHOOTING.md" in names  # which summaries name
+    assert {"flatout/TROUBLESHOOTING.md", "flatout/SKILL.md"} <= set(names)  # what `explain` and `skill` print
     assert len(programs) == 10
     assert all(one.external_attr >> 16 & 0o111 for one in programs)

@@ -10,7 +10,7 @@ from flatout.diagnose import compute_rules, host_rules, knobs, loading_rules, ma
 from flatout.fix import offers
 from flatout.model.causes import CAUSES, CODES
 from flatout.model.changes import BY_NAME, CHANGES
-from flatout.report.views import GUIDE
+from flatout.model.guide import GUIDE
 
 
 def test_every_cause_has_an_entry_in_the_guide() -> None:
