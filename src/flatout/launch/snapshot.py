@@ -50,15 +50,21 @@ class UsersFiles:
         if self._overlay and (why := sandbox.refusal(self._box)):
             raise OverlayError(why)
         near, beyond = self._near.changed(), self._beyond.changed()
+        # Programs remove their shared memory when they end, so one beside the trial may have done it.
+        gone = [file for file in beyond if file.startswith("/dev/shm/") and not os.path.lexists(file)]
+        self._note(gone, "gone during a trial, by it or by another program", say)
         if self._overlay:
             # Not the trial wrote there, but a person, another program, or a service that the script called.
-            new = [file for file in near if file not in self._reported]
-            self._reported.update(new)
-            if new:
-                say(f"Note: changed during a trial, and not by it ({len(new)}): {', '.join(new[:5])}")
+            self._note(near, "changed during a trial, and not by it", say)
             near = []
-        if near or beyond:
-            raise RealWriteError(sorted({*near, *beyond}))
+        if written := {*near, *beyond}.difference(gone):
+            raise RealWriteError(sorted(written))
+
+    def _note(self, files: Sequence[str], what: str, say: Callable[[str], None]) -> None:
+        new = [file for file in files if file not in self._reported]
+        self._reported.update(new)
+        if new:
+            say(f"Note: {what} ({len(new)}): {', '.join(new[:5])}")
 
 
 class Snapshot:

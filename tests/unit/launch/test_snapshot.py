@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from flatout.launch import snapshot
-from flatout.launch.snapshot import SharedMemory, Snapshot
+from flatout.launch.sandbox import Sandbox
+from flatout.launch.snapshot import SharedMemory, Snapshot, UsersFiles
+from flatout.model.errors import RealWriteError
 
 # Opens a file for writing, says so, and holds it until it is told to end.
 HOLD = "import sys; file = open(sys.argv[1], 'a'); print('open', flush=True); input()"
@@ -131,3 +134,27 @@ def test_of_shared_memory_only_files_that_were_there_count(tmp_path: Path) -> No
     (tmp_path / "torch_12_34").unlink()
     (tmp_path / "new").touch()
     assert names(before.changed(), tmp_path) == ["gone.bin", "mine.bin"]
+
+
+@pytest.mark.parametrize("overlay", [True, False])
+def test_what_another_program_removes_from_shared_memory_ends_no_fix(tmp_path: Path, overlay: bool) -> None:
+    """GIVEN a file in /dev/shm WHEN it is gone after a trial THEN a note tells; one with other content ends the fix."""
+    said: list[str] = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        place = f"{folder}." if overlay else f"{folder}/"  # overlays cover folders there
+        files = [Path(f"{place}{name}") for name in ("gone", "kept")]
+        for file in files:
+            file.touch()
+        box = Sandbox(scratch=str(tmp_path), cover=[folder], keep=[], near=[])
+        before = UsersFiles(box, overlay=overlay)
+        try:
+            files[0].unlink()
+            before.compare(said.append)
+            assert said == [f"Note: gone during a trial, by it or by another program (1): {files[0]}"]
+            files[1].write_text("overwritten")
+            with pytest.raises(RealWriteError) as told:
+                before.compare(said.append)
+        finally:
+            files[1].unlink()
+    assert told.value.files == (str(files[1]),)
+    assert len(said) == 1
