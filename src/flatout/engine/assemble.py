@@ -28,18 +28,11 @@ from torch.utils.data import IterableDataset
 from flatout.augment import Augment
 from flatout.engine.config import Config, FactoryConfig, TrainConfig, as_yaml, build, import_path, load, without_effect
 from flatout.engine.datasets import batch_rows, build_dataset, map_samples, steps_in_all, train_loader, val_loader
-from flatout.engine.run_folder import (
-    batch_size_of,
-    last_run,
-    new_run_folder,
-    numbered,
-    write_config,
-)
+from flatout.engine.run_folder import batch_size_of, last_run, new_run_folder, numbered, write_config
 from flatout.engine.step import (
     Decision,
     Ranks,
     TrainStep,
-    channels_last,
     choose_device,
     choose_precision,
     out_of_memory,
@@ -86,11 +79,16 @@ def main(
         if record:
             stack.enter_context(attach(trace))
         size_before = batch_size_of(out) if resume and config.train.batch_size == "auto" else None
-        trainer = assemble(config.model_copy(update={"out": str(out)}), ranks, size_before)
+        changes = {"out": str(out)}
+        if size_before is not None:
+            changes["train"] = config.train.model_copy(update={"batch_size": size_before})
+        trainer = assemble(config.model_copy(update=changes), ranks)
         in_force = trainer.config
         assert isinstance(in_force, Config)
         if gpus > 1 and not has_gpu and config.train.device != "cpu":
             trainer.say(f"--gpus {gpus}: there is no GPU here that torch can use; {ranks.world} ranks train on the CPU")
+        if size_before is not None:
+            trainer.say(f"train.batch_size: {size_before}  (as it was in this run before)")
         for text in without_effect(config):
             trainer.say(text)
         if explain:
@@ -115,12 +113,8 @@ def main(
     return trace if record else None
 
 
-def assemble(config: Config, ranks: Ranks, size_before: int | None = None) -> Trainer:
-    """A trainer with everything the config names.
-
-    The trainer's own config has the batch size that `auto` came to: `size_before`, as in this run
-    before, or what is fastest now.
-    """
+def assemble(config: Config, ranks: Ranks) -> Trainer:
+    """A trainer with everything the config names; its own config has the batch size that `auto` came to."""
     device = choose_device(config.train.device, ranks.local_rank)
     _seed(config.train.seed)
     data = config.data
@@ -133,7 +127,7 @@ def assemble(config: Config, ranks: Ranks, size_before: int | None = None) -> Tr
     criterion = _build_comparison(config.criterion, "criterion") if config.criterion is not None else None
     optimizer, fused = _build_optimizer(config.optimizer, model, device)
     augmentation = _build_augmentation(config, device)
-    size, why = size_before or config.train.batch_size, "as it was in this run before"
+    size, why = config.train.batch_size, ""
     if size == "auto":
         size, why = _fastest(config, model, criterion, optimizer, augmentation, train_set, ranks)
     _seed((config.train.seed + ranks.rank) % 2**32)
@@ -264,8 +258,7 @@ def _fastest(
     step = TrainStep(model, criterion, optimizer, precision, train, say=lambda text: None)
     in_process = config.data.model_copy(update={"workers": 0})
     samples = next(iter(val_loader(in_process, dataset, min(FIRST_SIZE, len(dataset)), (0, 1))))
-    convert = channels_last if layout.value == "on" else None
-    batch = next(iter(to_device([samples], device, convert=convert)))
+    batch = next(iter(to_device([samples], device, channels_last=layout.value == "on")))
     if augmentation is not None:
         images, *rest = batch
         batch = [augmentation.eval()(images), *rest]

@@ -9,7 +9,6 @@ registry; an argument that is itself `{factory: …, args: …}` is built first.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import importlib
 import inspect
@@ -220,14 +219,12 @@ class _YamlLoader(yaml_loader()):  # type: ignore[misc]
     """YAML as people write it: 1e-3 is a number."""
 
 
-_YamlLoader.yaml_implicit_resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 
 def _set(settings: dict[str, Any], key: str, value: Any) -> None:
-    """Put a value where a dotted key points."""
     *sections, name = key.split(".")
     for section in sections:
         inner = settings.get(section)

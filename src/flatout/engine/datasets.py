@@ -21,14 +21,13 @@ from torch.utils.data import DataLoader as PyTorchLoader
 
 from flatout.engine.config import DataConfig, FactoryConfig, TrainConfig, build, import_path
 from flatout.engine.run_folder import random_state, set_random_state
-from flatout.feed import DataLoader, feed_of, to_device
-from flatout.feed.device import map_tensors
+from flatout.feed import DataLoader, feed_of
+from flatout.feed.device import OnDevice, map_tensors
 from flatout.model.errors import UsageError
 from flatout.model.formatting import count_of
 
 Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
 Share = tuple[int, int]  # of the samples: this rank's number, and of how many
-Convert = Callable[[Any], Any]
 
 
 def build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
@@ -136,12 +135,12 @@ class Batches:
     """The batches that a training learns from, on the device. `waited_s` is the time spent waiting for them."""
 
     def __init__(
-        self, loader: Iterable[Any], device: torch.device, convert: Convert | None, say: Callable[[str], None]
+        self, loader: Iterable[Any], on_device: OnDevice, device: torch.device, say: Callable[[str], None]
     ) -> None:
         self.loader = loader
         self.waited_s = 0.0
         self._device, self._say = device, say
-        self._on_device = to_device(loader, device, convert=convert)
+        self._on_device = on_device
         self._one_pass = isinstance(getattr(loader, "batch_sampler", None), ChainedEpochs)
         self._begins_anywhere = isinstance(loader, DataLoader) and loader.num_workers > 0
         self._pass: Iterator[Any] | None = None  # over all epochs
@@ -266,7 +265,7 @@ def pieces(batch: Any, count: int) -> list[Any]:
     return [map_samples(batch, itemgetter(slice(start, end))) for start, end in bounds]
 
 
-def map_samples(batch: Any, change: Convert) -> Any:
+def map_samples(batch: Any, change: Callable[[Any], Any]) -> Any:
     """The batch with `change` applied to each of its tensors, and to each list that has one entry a sample."""
     rows = batch_rows(batch)
 

@@ -183,7 +183,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _reason(problem: Exception) -> str:
-    """One line about it."""
     # torch's message would advise to run whatever code is in it.
     if isinstance(problem, pickle.UnpicklingError):
         return "it holds something else than plain data"
@@ -321,7 +320,7 @@ class LossLog:
         self._kept, self._samples, self._since = [], 0, now
 
     def read(self) -> LossSummary | None:
-        """The losses whose reading began."""
+        """The losses whose reading has begun."""
         if self._begun is None:
             return None
         summary, values, event = self._begun

@@ -197,18 +197,6 @@ def _set_layout(model: nn.Module, asked: bool | str, device: torch.device) -> De
     return Decision(name, "on" if on else "off", why)
 
 
-def channels_last(batch: Any) -> Any:
-    """Pictures in the model's layout. Bytes stay as they are: they may well be height x width x channels."""
-    if type(batch) not in (list, tuple):
-        return batch
-    changed = []
-    for thing in batch:
-        if isinstance(thing, Tensor) and thing.dim() == 4 and thing.is_floating_point():
-            thing = thing.contiguous(memory_format=torch.channels_last)
-        changed.append(thing)
-    return changed
-
-
 def _checkpoint_activations(model: nn.Module, asked: bool | list[str]) -> Decision:
     """Recompute what the named modules computed when backward needs it, instead of keeping it."""
     name = "train.checkpoint_activations"

@@ -10,10 +10,10 @@ A metric is a function of (output, target) that gives a number a sample (or a me
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
-import operator
 import signal
 import threading
 import time
@@ -37,7 +37,6 @@ from flatout.engine.step import (
     Decision,
     Ranks,
     TrainStep,
-    channels_last,
     choose_device,
     choose_precision,
     prepare_model,
@@ -101,9 +100,9 @@ class Trainer:
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint, self.reporter.say_once)
         self._val_loader, self._val_shared = val_loader, val_shared
-        convert = channels_last if layout.value == "on" else None
-        self._batches = Batches(train_loader, self.device, convert, self.say)
-        self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
+        on_device = functools.partial(to_device, device=self.device, channels_last=layout.value == "on")
+        self._batches = Batches(train_loader, on_device(train_loader), self.device, self.say)
+        self._val_batches = on_device(val_loader) if val_loader is not None else None
         self._epoch_steps = steps_per_epoch(train_loader)
         self.last_step = steps_in_all(train, train_loader)
         if self.last_step == 0:
@@ -153,7 +152,6 @@ class Trainer:
         self._do(self._due("epoch", self.at.epoch))
 
     def _end(self) -> None:
-        """Read the last losses, validate once more, and write the last checkpoint."""
         self._begin_reading(self.at.epoch + (self.at.batch > 0))
         self._read_losses()
         if self.stopped_by is None and self._evaluated_at != self.at.step and self.config.evaluate.every is not None:
@@ -194,7 +192,8 @@ class Trainer:
                     self.say(str(decision), always=decision.instead)
                 yield
             except RuntimeError as problem:
-                if self.ranks.world == 1 or not lost_contact(problem):
+                words = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "NCCL", "remote process")
+                if self.ranks.world == 1 or not any(word in str(problem) for word in words):
                     raise
                 raise FlatoutError(
                     f"rank {self.ranks.rank}: another rank is gone, training ends after step {self.at.step}; "
@@ -280,8 +279,8 @@ class Trainer:
         if name not in self.results:
             raise UsageError(f"checkpoint.best: there is no metric {name!r}{nearest(name, self.results)}")
         value, best = self.results[name], self.best
-        is_better = {"min": operator.lt, "max": operator.gt}[self.config.checkpoint.best_is]
-        if not math.isfinite(value) or (best is not None and not is_better(value, best)):
+        sign = {"min": -1, "max": 1}[self.config.checkpoint.best_is]
+        if not math.isfinite(value) or (best is not None and sign * value <= sign * best):
             return False
         self.best = value
         return True
@@ -292,7 +291,6 @@ class Trainer:
             self.scheduler.step()
 
     def _begin_reading(self, epoch: int) -> None:
-        """Begin to read losses, which takes a step, and note what belongs to them."""
         lr = self.step.optimizer.param_groups[0]["lr"]
         self._losses.begin_reading({"epoch": epoch, "lr": lr, "samples": self.at.samples * self.ranks.world})
 
@@ -408,7 +406,7 @@ class Trainer:
             )
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:
-        if self.ranks.world == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+        if self.ranks.world == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices)
@@ -429,12 +427,6 @@ def _checked(config: TrainerConfig | Mapping[str, Any] | None, metrics: Mapping[
 
 
 # ------------------------------------------------------------ how a training ends
-
-
-def lost_contact(problem: RuntimeError) -> bool:
-    """Whether an error means that another rank is gone."""
-    words = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "NCCL", "remote process")
-    return any(word in str(problem) for word in words)
 
 
 class Interrupts:

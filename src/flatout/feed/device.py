@@ -34,7 +34,7 @@ def to_device(
 ) -> OnDevice:
     """`loader` with its batches on `device`.
 
-    `dtype` is what uint8 tensors become there, `channels_last` the layout of 4-d ones, and `convert(batch)`
+    `dtype` is what uint8 tensors become there, `channels_last` the layout of 4-d floats, and `convert(batch)`
     runs after both, all of it on the side stream. `ahead` batches are on their way while one is in use.
     """
     if ahead < 1:
@@ -131,7 +131,8 @@ class OnDevice:
         tensor = tensor.to(self._device, non_blocking=True)
         if self._dtype is not None and tensor.dtype == torch.uint8:
             tensor = tensor.to(self._dtype)
-        if self._channels_last and tensor.dim() == 4:
+        # Bytes stay as they are: they may well be height x width x channels.
+        if self._channels_last and tensor.dim() == 4 and tensor.is_floating_point():
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
