@@ -11,10 +11,10 @@ import json
 import linecache
 import os
 import re
-import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -85,7 +85,7 @@ class PySpies:
     def conclude(self) -> list[str]:
         """End them and keep what they have seen; for each rank of which that is nothing, why."""
         for spy in self._spies:
-            spy.signal(signal.SIGINT)  # it writes what it has seen, and ends
+            spy.process.send_signal(signal.SIGINT)  # it writes what it has seen, and ends
         end_s = time.monotonic() + _END_WITHIN_S
         why = self._why_none | {spy.info.rank: spy.conclude(end_s) for spy in self._spies}
         return [f"the lines of rank {rank} are sampled, not exact: {text}" for rank, text in why.items() if text]
@@ -103,6 +103,11 @@ def _rank_in(file: Path) -> RunInfo | None:
     return None
 
 
+def _unblock_signals() -> None:
+    """In py-spy: the thread that starts it blocks the signal that ends it."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 class _PySpy:
     """A py-spy that looks at one rank and the processes below it."""
 
@@ -110,51 +115,25 @@ class _PySpy:
         self.info = info
         self._lines_file = file.with_name(file.name.replace("rank", "lines", 1))
         self._folder = f"{Path(f'/proc/{info.pid}/cwd').readlink()}{os.sep}"
-        self._problem = ""
         with ExitStack() as files:
             self._seen, self._said = (files.enter_context(TemporaryFile()) for _ in range(2))
-            self._pid = self._started(program)
-            self._handle = os.pidfd_open(self._pid)  # -1 once it has been waited for
+            output = f"/proc/{os.getpid()}/fd/{self._seen.fileno()}"
+            self.process = subprocess.Popen(
+                [program, "record", "--pid", str(info.pid), *_LOOKS, *_OUTPUT, output],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                start_new_session=True,  # a Ctrl-C, which a training may survive, does not reach it
+                preexec_fn=_unblock_signals,
+            )
             self._files = files.pop_all()
 
-    def _started(self, program: str) -> int:
-        seen, said = f"/proc/{os.getpid()}/fd/{self._seen.fileno()}", self._said.fileno()
-        return os.posix_spawn(
-            program,
-            [program, "record", "--pid", str(self.info.pid), *_LOOKS, *_OUTPUT, seen],
-            os.environ,
-            file_actions=(
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_DUP2, said, 1),
-                (os.POSIX_SPAWN_DUP2, said, 2),
-            ),
-            setpgroup=0,  # a Ctrl-C, which a training may survive, does not reach it
-            setsigmask=(),  # this thread blocks the signal that ends it
-        )
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it has not ended."""
-        if self._handle >= 0:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, number)
-
-    def end(self, end_s: float) -> None:
-        """Wait until then for it to end, and kill it after that."""
-        if self._handle < 0:
-            return
-        ended = select.poll()
-        ended.register(self._handle, select.POLLIN)
-        if not ended.poll(1000 * max(0.0, end_s - time.monotonic())):
-            self.signal(signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        os.close(self._handle)
-        self._handle = -1
-        if code:
-            self._problem = f"py-spy ended with {exit_in_words(128 - code if code < 0 else code)}"
-
     def conclude(self, end_s: float) -> str:
-        """Wait for its end, and keep what it has seen; in words, why that is nothing."""
-        self.end(end_s)
+        """Wait until then for its end, and keep what it has seen; in words, why that is nothing."""
+        try:
+            self.process.wait(max(0.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._kill()
         try:
             return self._keep()
         except OSError as problem:
@@ -162,15 +141,22 @@ class _PySpy:
 
     def close(self) -> None:
         """Leave nothing open."""
-        self.end(0.0)
+        self._kill()
         self._files.close()
+
+    def _kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def _keep(self) -> str:
         self._seen.seek(0)
         lines = iter(lambda: self._seen.readline(_LONGEST_LINE), b"")
         training, workers = main_threads((line.decode("utf-8", "replace") for line in lines), self.info.pid)
         if not training and not workers:
-            return " ".join(filter(None, (self._problem or "py-spy has seen nothing", self._complaint())))
+            code, why = self.process.returncode, "py-spy has seen nothing"
+            if code:
+                why = f"py-spy ended with {exit_in_words(128 - code if code < 0 else code)}"
+            return " ".join(filter(None, (why, self._complaint())))
         by_role = self._record(training, in_workers=False), self._record(workers, in_workers=True)
         records: tuple[Record, ...] = (self.info, *by_role)
         write_whole(self._lines_file, "".join(f"{json.dumps(encode(record))}\n" for record in records))
