@@ -266,7 +266,7 @@ class Bench:
             case "train":
                 return [*flatout, "train", "train.yaml", *(["--resume"] if resume else [])]
             case "top --record":
-                return [*flatout, "top", "--interval", "0.1", "--duration", "2", "--record", f"trace-{number}"]
+                return [*flatout, "top", "--interval", "0.25", "--duration", "2", "--record", f"trace-{number}"]
         return script
 
     def trained(self, verb: str, folder: Path, running: Running) -> str:

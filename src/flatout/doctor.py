@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout import __version__
-from flatout.model.formatting import count_of
+from flatout.model.formatting import amount, count_of
 from flatout.sample import budget
 from flatout.sample.budget import Budget, CgroupFiles
 
@@ -36,10 +36,6 @@ _CUDA_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 _EXTRAS = {
     "triton": "GPU augmentation in one kernel instead of operation by operation",
     "torchvision": "transforms that can be taken over to the GPU",
-    "pillow": "pictures of the workloads",
-    "simplejpeg": "JPEG pictures of the workloads",
-    "av": "videos of the workloads",
-    "pyarrow": "parquet files of the workloads",
 }
 _PROBE = """
 import json, torch
@@ -288,9 +284,11 @@ def _entries(found: Examination) -> Iterator[tuple[str, str]]:
         each = f" for each of {allowed.ranks_on_node} ranks"
     cores = f"{allowed.cores} for loading data, of {allowed.cores_of_machine}{each}"
     yield "cores", ": ".join(filter(None, (cores, "; ".join(allowed.reasons))))
-    yield "memory", f"{_gib(allowed.memory_bytes)}, {_gib(allowed.memory_available_bytes)} available{each}"
+    sizes = allowed.memory_bytes, allowed.memory_available_bytes, allowed.shm_bytes, allowed.shm_free_bytes
+    memory, available, shm, free = (amount(size, "GiB") for size in sizes)
+    yield "memory", f"{memory}, {available} available{each}"
     if allowed.shm_bytes is not None:
-        yield "/dev/shm", f"{_gib(allowed.shm_bytes)}, {_gib(allowed.shm_free_bytes)} free"
+        yield "/dev/shm", f"{shm}, {free} free"
     yield "cgroup", found.cgroup or "none"
     there = [f"{name} {version}" for name, version in found.extras.items() if version]
     yield "extras", ", ".join(there) or "none"
@@ -299,17 +297,13 @@ def _entries(found: Examination) -> Iterator[tuple[str, str]]:
 
 def _about_gpu(gpu: GpuFound) -> Iterator[str]:
     yield gpu.name
-    yield _gib(gpu.memory_bytes)
+    yield amount(gpu.memory_bytes, "GiB")
     yield f"compute capability {gpu.compute_capability}"
     yield "GPM" if gpu.gpm else "no GPM"
     if gpu.mig:
         yield "MIG"
     yield "not seen by CUDA" if gpu.cuda_index is None else f"CUDA {gpu.cuda_index}"
     yield gpu.uuid
-
-
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
 
 
 def _version(package: str) -> str | None:

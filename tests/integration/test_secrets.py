@@ -167,7 +167,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         "train", "engine.yaml", "--explain", *(f"data.train.args.{one.name}={one.value}" for one in JSON[:20])
     )
     with subprocess.Popen([f"./{PROCESS.name}={PROCESS.value}", "60"], cwd=place.folder) as sleeping:
-        place.flatout("top", "--record", "top", "--duration", "1", "--interval", "0.2", "--pid", str(sleeping.pid))
+        place.flatout("top", "--record", "top", "--duration", "1", "--interval", "0.25", "--pid", str(sleeping.pid))
         sleeping.terminate()
     place.flatout("top", "--replay", "top", "--json", "top.json")
     return place

@@ -62,7 +62,7 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("top", "--intervall", "1"), "No such option"),
         (("top", "--interval", "often"), "--interval"),
         (("top", "--interval"), "--interval"),
-        (("top", "--interval", "-2"), "--interval must be from 0.05 to 60 seconds (got -2)"),
+        (("top", "--interval", "-2"), "--interval must be from 0.25 to 60 seconds (got -2)"),
         (("run", "--htm", "page.html", "--", "true"), "No such option: --htm"),
         (("fix", "--budgt", "4m", "train.py"), "No such option: --budgt"),
         (("check", "a.py", "--lr", "1"), "the script's own flags stand behind a --: flatout check train.py -- --lr"),
@@ -192,7 +192,7 @@ def test_once_as_json_on_this_machine() -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     top = subprocess.Popen(
-        [*FLATOUT, "top", "--interval", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*FLATOUT, "top", "--interval", "0.25"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert top.stdout is not None
     assert top.stderr is not None
@@ -218,7 +218,7 @@ def test_a_reader_that_leaves_a_table_is_no_error() -> None:
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_the_summary(tmp_path: Path, signal_number: signal.Signals) -> None:
     top = subprocess.Popen(
-        [*FLATOUT, "top", "--interval", "0.05", "--record", str(tmp_path / "run")],
+        [*FLATOUT, "top", "--interval", "0.25", "--record", str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -23,10 +23,11 @@ from flatout.cli.entry import (
     require_linux,
     verb,
 )
-from flatout.cli.output import check_outputs, check_writable, console, save_plan, say, write_report
+from flatout.cli.output import check_outputs, console, save_plan, say, write_report
 from flatout.files import write_whole
 from flatout.model.changes import names
 from flatout.model.errors import RealWriteError, UsageError
+from flatout.model.inputs import check_writable
 from flatout.model.plan import Safety
 from flatout.redact import redact_command
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.files import write_whole
 from flatout.model.errors import TraceError, UsageError
 from flatout.model.formatting import printable
-from flatout.model.inputs import is_folder
+from flatout.model.inputs import check_writable
 from flatout.model.plan import Plan
 from flatout.redact import redact_text
 
@@ -71,21 +71,6 @@ def check_outputs(json_to: str | None, html_to: str | None) -> None:
     for name in filter(None, (json_to, html_to)):
         if name != "-":
             check_writable(Path(name))
-
-
-def check_writable(target: Path, *, folder: bool = False) -> None:
-    """Raise UsageError with the reason where a file, or a folder, cannot be written."""
-    parent = target.absolute().parent
-    if not is_folder(parent):
-        raise UsageError(f"cannot write {target}: there is no folder {parent}")
-    if is_folder(target) and not folder:
-        raise UsageError(f"cannot write {target}: it is a folder")
-    try:
-        exists = target.exists()
-    except OSError as problem:
-        raise UsageError(f"cannot write {target}: {problem.strerror}") from None
-    if not os.access(target if exists else parent, os.W_OK):
-        raise UsageError(f"cannot write {target}: no permission, or a read-only disk")
 
 
 def _write_text(target: str, text: str) -> None:

@@ -11,7 +11,7 @@ from flatout.cli.output import damage_in_one_line
 
 @verb()
 def top(
-    interval: float | None = option("SECONDS", "Time between samples, 0.05 to 60. Default: 1."),
+    interval: float | None = option("SECONDS", "Time between samples, 0.25 to 60. Default: 1."),
     duration: float | None = option("SECONDS", "Measure this long without the live view, then print a summary."),
     once: bool = flag("--once", "Take one reading and exit."),
     gpu: list[int] | None = option("INDEX", "Watch this GPU only (may be given again). Default: all."),

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader as PyTorchLoader
 from flatout.engine.config import DataConfig, FactoryConfig, TrainConfig, build, import_path
 from flatout.engine.run_folder import random_state, set_random_state
 from flatout.feed import DataLoader, feed_of
-from flatout.feed.device import OnDevice, map_tensors
+from flatout.feed.device import OnDevice
+from flatout.inside.timing import tensors_in
 from flatout.model.errors import UsageError
 from flatout.model.formatting import count_of
 
@@ -245,14 +246,7 @@ def batch_rows(batch: Any) -> int:
 
 def shapes_in(batch: Any) -> Shapes:
     """The shape of every tensor in a batch."""
-    shapes: list[torch.Size] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        shapes.append(tensor.shape)
-        return tensor
-
-    map_tensors(batch, note)
-    return tuple(shapes)
+    return tuple(tensor.shape for tensor in tensors_in(batch))
 
 
 def pieces(batch: Any, count: int) -> list[Any]:

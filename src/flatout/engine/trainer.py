@@ -46,6 +46,8 @@ from flatout.feed import to_device
 from flatout.model.errors import FlatoutError, UsageError
 
 _AT_ONCE_S = 1.0
+# What gloo and NCCL say when another rank is gone.
+_LOST_A_RANK = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "NCCL", "remote process")
 
 
 @dataclass(slots=True)
@@ -192,8 +194,7 @@ class Trainer:
                     self.say(str(decision), always=decision.instead)
                 yield
             except RuntimeError as problem:
-                words = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "NCCL", "remote process")
-                if self.ranks.world == 1 or not any(word in str(problem) for word in words):
+                if self.ranks.world == 1 or not any(word in str(problem) for word in _LOST_A_RANK):
                     raise
                 raise FlatoutError(
                     f"rank {self.ranks.rank}: another rank is gone, training ends after step {self.at.step}; "

@@ -64,6 +64,21 @@ def is_folder(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
+def check_writable(target: Path, *, folder: bool = False) -> None:
+    """Raise a UsageError with the reason where a file, or a folder, cannot be written."""
+    parent = target.absolute().parent
+    if not is_folder(parent):
+        raise UsageError(f"cannot write {target}: there is no folder {parent}")
+    if is_folder(target) and not folder:
+        raise UsageError(f"cannot write {target}: it is a folder")
+    try:
+        exists = target.exists()
+    except OSError as problem:
+        raise UsageError(f"cannot write {target}: {problem.strerror}") from None
+    if not os.access(target if exists else parent, os.W_OK):
+        raise UsageError(f"cannot write {target}: no permission, or a read-only disk")
+
+
 def short(value: Any) -> str:
     """A value as it is shown in a message, cut where it is long."""
     text = repr(value)

@@ -25,7 +25,6 @@ OF_THE_GPU = ("index", "uuid", "name", "memory_total_bytes", "power_limit_w", "s
 OVER_THE_TIME = (
     "has_gpm", "activity", "idle_pct", "longest_idle_s", "work_pct", "energy_j", "in_use", "throttled_pct",
 )  # fmt: skip
-LONGEST_PULSE_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it, up to this
 
 
 # One sample
@@ -107,7 +106,6 @@ class GpuFigures:
         self.activity = Sketch()  # of its pulses
         self.longest_idle_s = 0.0
         self._idle_s = self._stretch_s = self._active_s = 0.0
-        self._waited_s = 0.0  # without a pulse
         self._seconds = 0.0
         self._work = Sketch()  # without SM active
         # A counter that is there from the first sample on was read when the measuring began.
@@ -119,12 +117,10 @@ class GpuFigures:
     def add(self, gpu: GpuSample, seconds: float, training: set[int]) -> None:
         """Count a sample in; `training` are the processes of trainings at work."""
         if gpu.sm_active_pct is not None and not self.has_gpm:  # GPU-Util stood in for it so far
-            self.has_gpm, self.activity, self._waited_s = True, Sketch(), self._seconds
+            self.has_gpm, self.activity = True, Sketch()
             self.longest_idle_s = self._idle_s = self._stretch_s = self._active_s = 0.0
         now_pct = gpu.sm_active_pct if self.has_gpm else gpu.gpu_util_pct
-        if now_pct is None:
-            self._waited_s += seconds
-        else:
+        if now_pct is not None:
             self._add_pulses(gpu.pulses or (now_pct,), seconds)
         self.last = gpu
         self._seconds += seconds
@@ -138,8 +134,7 @@ class GpuFigures:
 
     def _add_pulses(self, pulses: Sequence[float], seconds: float) -> None:
         """How they spread, and for how long at a stretch the GPU was idle."""
-        each_s = (seconds + min(self._waited_s, LONGEST_PULSE_S)) / len(pulses)
-        self._waited_s = 0.0
+        each_s = seconds / len(pulses)
         for pulse in pulses:
             _count(self.activity, pulse, each_s)
             self._active_s += each_s

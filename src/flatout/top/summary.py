@@ -227,7 +227,6 @@ def _wasteful(gpu: GpuFigures, mean_pct: float) -> _Answers:
 
 
 def _beside(host: Figures) -> str:
-    """How full the host is."""
     known = [words.format(pct) for words, name in BESIDE if (pct := host.levels[name].mean) is not None]
     return f" ({', '.join(known)})" if known else ""
 

@@ -25,9 +25,10 @@ from rich.text import Text
 from flatout.files import write_whole
 from flatout.model.errors import GateFailed, UsageError
 from flatout.model.formatting import printable
+from flatout.model.inputs import check_writable
 from flatout.model.records import SCHEMA, to_json
 from flatout.sample import budget
-from flatout.sample.hardware import Sampler
+from flatout.sample.hardware import PULSE_EVERY_S, Sampler
 from flatout.top.figures import Figures
 from flatout.top.sample_source import SampleSource, Stop, live, replay
 from flatout.top.summary import CsvTable, TopSummary, line_of, reading_lines, style_of, sum_up, summary_lines
@@ -36,7 +37,7 @@ from flatout.trace import Note, Sample, TraceWriter
 if TYPE_CHECKING:
     from flatout.top.view import TopView
 
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
+MAX_INTERVAL_S = 60.0
 DEFAULT_INTERVAL_S = 1.0
 ONCE_INTERVAL_S = 0.5
 MIN_COLUMNS, MIN_LINES = 60, 20
@@ -129,8 +130,8 @@ class _Watch:
         self._writer: TraceWriter | None = None
         self._table: CsvTable | None = None
         for name in (options.json_to, options.csv_to):
-            if name not in (None, "-"):
-                _must_be_writable(name)
+            if name is not None and name != "-":
+                check_writable(Path(name))
         if options.record_to is not None:
             self._writer = stack.enter_context(TraceWriter(options.record_to, source.info))
         if options.csv_to is not None:
@@ -194,8 +195,8 @@ class _Watch:
 def _mistakes(options: TopOptions) -> Iterator[str]:
     """Options that cannot be meant."""
     interval_s, duration_s, speed = options.interval_s, options.duration_s, options.speed
-    if interval_s is not None and not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
-        yield f"--interval must be from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds (got {interval_s:g})"
+    if interval_s is not None and not PULSE_EVERY_S <= interval_s <= MAX_INTERVAL_S:
+        yield f"--interval must be from {PULSE_EVERY_S:g} to {MAX_INTERVAL_S:g} seconds (got {interval_s:g})"
     least_s = interval_s or DEFAULT_INTERVAL_S
     if duration_s is not None and not least_s <= duration_s < math.inf:
         yield f"--duration must be at least one interval, {least_s:g} s (got {duration_s:g})"
@@ -236,15 +237,6 @@ def _view_class() -> type[TopView]:
             "the live view needs Textual: pip install 'flatout[top]'. Without it: flatout top --duration 60"
         ) from None
     return TopView
-
-
-def _must_be_writable(name: str) -> None:
-    """Find out now, not after an hour of measuring."""
-    path = Path(name)
-    with _writing(name):
-        place = path if path.exists() else f"{path.absolute().parent}/."  # a file has no such place
-        if path.is_dir() or not os.access(place, os.W_OK):
-            raise PermissionError(0, "no such folder, no permission, or no file")
 
 
 @contextmanager

@@ -39,7 +39,6 @@ CHART_LINES = 4  # what is left to the chart at least
 PROCESS = "{:>8}  {:<10}{:>6}{:>8}{:>10}{:>12}  {}"
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 COLORS = {"work": "green", "claim": "yellow", "cool": "cyan"}  # as the theme of the view has them
-ONLY_WITH_GPM = ("tensor_active_pct", "dram_active_pct")
 
 
 class TopView(App[None]):
@@ -59,10 +58,10 @@ class TopView(App[None]):
     .hostonly #middle { height: 9; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "leave", "Quit"),
-        Binding("ctrl+c", "leave", "Quit", show=False, priority=True),
+        Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
         Binding("p,space", "hold", "Pause", key_display="p"),
-        Binding("t", "light_or_dark", "Light/dark"),
+        Binding("t", "toggle_dark", "Light/dark"),
         Binding("right,tab", "next_gpu(1)", "Next GPU", key_display="→"),
         Binding("left,shift+tab", "next_gpu(-1)", "GPU before", key_display="←", show=False),
     ]
@@ -117,11 +116,6 @@ class TopView(App[None]):
         """There is a next GPU only where there are several."""
         return action != "next_gpu" or self._gpus > 1
 
-    def action_leave(self) -> None:
-        """End the view."""
-        self._stop.asked = True
-        self.exit()
-
     def action_hold(self) -> None:
         """Hold the picture, and a recording; measuring goes on."""
         self._stop.held = not self._stop.held
@@ -131,10 +125,6 @@ class TopView(App[None]):
         """Look at another GPU."""
         self.gpu = (self.gpu + step) % self._gpus
         self._draw()
-
-    def action_light_or_dark(self) -> None:
-        """Change the colors."""
-        self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
 
     def _measure(self) -> None:
         """Runs on another thread; what it gives to the view goes through the view's queue."""
@@ -191,7 +181,6 @@ class TopView(App[None]):
         )
 
     def _verdict_line(self) -> Text:
-        """The verdict on the last minute."""
         now_s = self.samples[-1].time_s
         if self._verdict is None or now_s - self._verdict_s >= VERDICT_EVERY_S:
             recent = (sample for sample in self.samples if now_s - sample.time_s < VERDICT_OVER_S)
@@ -292,7 +281,7 @@ def _gauges(gpu: GpuSample, *, has_sm: bool) -> list[Gauge]:
         label, value = reading.short or reading.label, getattr(gpu, reading.name)
         if reading.name == "sm_active_pct" and not has_sm:
             label, value = "power (SM)", work_pct(gpu)
-        if value is not None or reading.name not in ONLY_WITH_GPM:
+        if value is not None:
             gauges.append(_gauge(label, value, reading, getattr(gpu, reading.limit or "_", None)))
     return gauges
 

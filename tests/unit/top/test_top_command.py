@@ -201,8 +201,8 @@ def test_the_gate_fails_without_a_gpu(top, machine) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"interval_s": 0.0}, "--interval must be from 0.05 to 60 seconds (got 0)"),
-        ({"interval_s": -1.0}, "--interval must be from 0.05 to 60 seconds (got -1)"),
+        ({"interval_s": 0.0}, "--interval must be from 0.25 to 60 seconds (got 0)"),
+        ({"interval_s": -1.0}, "--interval must be from 0.25 to 60 seconds (got -1)"),
         ({"interval_s": 61.0}, "--interval must be from"),
         ({"interval_s": float("nan")}, "--interval must be from"),
         ({"duration_s": 0.0}, "--duration must be at least one interval, 1 s (got 0)"),

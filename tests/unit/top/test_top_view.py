@@ -371,7 +371,7 @@ def test_a_terminal_of_20_columns_is_too_small(open_screen) -> None:
 
 
 def test_live_on_this_machine(open_screen, tmp_path: Path) -> None:
-    screen = open_screen("--interval", "0.1", "--record", str(tmp_path / "run"))
+    screen = open_screen("--interval", "0.25", "--record", str(tmp_path / "run"))
     screen.until("Training")
     screen.until("stalls" if Path("/proc/pressure/io").exists() else "CPU")
     screen.type("q")
