@@ -79,7 +79,7 @@ def main(
         if record:
             stack.enter_context(attach(trace))
         size_before = batch_size_of(out) if resume and config.train.batch_size == "auto" else None
-        changes = {"out": str(out)}
+        changes: dict[str, Any] = {"out": str(out)}
         if size_before is not None:
             changes["train"] = config.train.model_copy(update={"batch_size": size_before})
         trainer = assemble(config.model_copy(update=changes), ranks)
