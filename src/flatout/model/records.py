@@ -419,7 +419,6 @@ class ProcessSample:
     cpu_pct: float | None = None
     run_delay_pct: float | None = None
     rss_bytes: int | None = None
-    pss_bytes: int | None = None
     read_bytes_s: float | None = None
     switches_s: float | None = None
     threads: int | None = None

@@ -17,8 +17,6 @@ from flatout.sample.budget import table_of, text_of
 from flatout.trace import ProcessSample
 
 _LOOK_FOR_NEW_S = 5.0
-_PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
-_PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
 _WORKER_NAMES = ("pt_data_worker", "flatout-worker")
 _FORK_SERVER = "multiprocessing.forkserver"
 _OUR_FORK_SERVER = "flatout-forksrv"
@@ -57,8 +55,7 @@ class Tree:
         self._rates = Rates()
         self._asked: tuple[frozenset[int], frozenset[int]] | None = None
         self._roles: dict[int, str] = {}
-        self._pss: dict[int, tuple[float, int | None]] = {}  # when it was measured, and how many bytes
-        self._looked_s = self._pss_s = -math.inf
+        self._looked_s = -math.inf
 
     def read(self, now_s: float, roots: Iterable[int], gpu_holders: Iterable[int] = ()) -> tuple[ProcessSample, ...]:
         """Every process in the trees now. `gpu_holders` are the processes known to use a GPU."""
@@ -66,23 +63,8 @@ class Tree:
         if asked != self._asked or now_s - self._looked_s >= _LOOK_FOR_NEW_S:
             self._asked, self._looked_s = asked, now_s
             self._roles = _roles(self._proc, *asked)
-        if now_s - self._pss_s >= _PSS_PAUSE_S and self._roles:
-            self._measure_some_pss(now_s)
         self._rates.next_read(now_s)
         return tuple(filter(None, map(self._sample, self._roles)))
-
-    def _measure_some_pss(self, now_s: float) -> None:
-        """Measure the share of memory, pages shared with others counted once, of those that have waited longest.
-
-        Several at first, then one at a time; trainers before their workers.
-        """
-        self._pss = {pid: measured for pid, measured in self._pss.items() if pid in self._roles}
-        at_once = 1 if self._pss else _PSS_AT_ONCE
-        waiting = sorted(self._roles, key=lambda p: (self._pss.get(p, (-1.0,))[0], self._roles[p] != "trainer"))
-        for pid in waiting[:at_once]:
-            kib = table_of(f"{self._proc}/{pid}/smaps_rollup").get("Pss:")
-            self._pss[pid] = now_s, kib and 1024 * kib
-        self._pss_s = now_s
 
     def _sample(self, pid: int) -> ProcessSample | None:
         """What a process did since the last read; None when it has ended."""
@@ -101,7 +83,6 @@ class Tree:
             cpu_pct=a_second(f"{pid} ticks", ticks, 100 / os.sysconf("SC_CLK_TCK")),
             run_delay_pct=a_second(f"{pid} delay", delay_ns, 1e-7),
             rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
-            pss_bytes=self._pss.get(pid, (0.0, None))[1],
             read_bytes_s=a_second(f"{pid} read", table_of(f"{folder}/io").get("rchar:")),
             switches_s=a_second(f"{pid} switches", switches),
             threads=int(fields[17]),

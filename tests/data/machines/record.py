@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.loads import running  # noqa: E402
 
 OF_MACHINE = ("stat", "meminfo", "diskstats", "pressure/cpu", "pressure/io", "pressure/memory")
-OF_PROCESS = ("stat", "comm", "cmdline", "schedstat", "io", "smaps_rollup")
+OF_PROCESS = ("stat", "comm", "cmdline", "schedstat", "io")
 OF_CGROUP = (
     *("cpu.max", "cpu.stat", "memory.max", "memory.current", "memory.stat", "cpuset.cpus.effective"),
     *(
