@@ -203,28 +203,28 @@ class HotLine:
         return f"{self.where} {self.function}" + (f" → {self.called}" if self.called else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HotFunction:
-    """A function of the user's with its lines, the hottest first."""
+    """A function of the user's: its lines, the hottest first."""
 
-    name: str
-    share: float
     lines: tuple[HotLine, ...]
-
-    @property
-    def exact(self) -> bool:
-        """Whether its lines are exact."""
-        return self.hottest.exact
 
     @property
     def hottest(self) -> HotLine:
         """The line that most of its time went to."""
         return self.lines[0]
 
+    @property
+    def exact(self) -> bool:
+        return self.hottest.exact
 
-def training_stacks(rank: RankTrace) -> list[Stacks]:
-    """What was seen of the training thread."""
-    return [stacks for stacks in rank.stacks if stacks.dataset is None]
+    @property
+    def name(self) -> str:
+        return self.hottest.function
+
+    @property
+    def share(self) -> float:
+        return sum(line.share for line in self.lines)
 
 
 def in_training(rank: RankTrace, phases: Collection[str] = OWN_CODE) -> tuple[HotFunction, ...]:
@@ -237,25 +237,56 @@ def in_workers(rank: RankTrace, dataset: str, phases: Collection[str] = (SAMPLES
     workers = [stacks for stacks in rank.stacks if stacks.dataset == dataset]
     if workers:
         return hot_functions(workers, phases, _exact(rank, in_workers=True))
-    stacks = _stacks_in(training_stacks(rank), COMPUTING)
-    loop = {_function(frame) for frames, _ in stacks for frame in _own(frames)}  # which only asks for a batch
-    lines = (line for function in in_training(rank, ("data",)) for line in function.lines)
-    return _by_function(line for line in lines if (_file(line.where), line.function) not in loop)
+    computing = _seen(training_stacks(rank), COMPUTING)
+    loop = {function for own, _, _ in computing for function in map(_function, own)}  # which only asks for a batch
+    return _by_function(line for line in lines_of(in_training(rank, ("data",))) if _function(line) not in loop)
+
+
+def training_stacks(rank: RankTrace) -> list[Stacks]:
+    """What was seen of the training thread."""
+    return [stacks for stacks in rank.stacks if stacks.dataset is None]
+
+
+def lines_of(functions: Iterable[HotFunction]) -> Iterator[HotLine]:
+    """The lines of all of them."""
+    return (line for function in functions for line in function.lines)
+
+
+def lines_where(functions: Iterable[HotFunction], keep: Callable[[HotLine], bool]) -> tuple[HotFunction, ...]:
+    """Some of their lines, with their share of all that are kept."""
+    lines = list(filter(keep, lines_of(functions)))
+    total = sum(line.share for line in lines) or 1.0
+    return _by_function(replace(line, share=line.share / total) for line in lines)
+
+
+def outside_torch(functions: Iterable[HotFunction]) -> tuple[HotFunction, ...]:
+    """Those of their lines that do something else than tensor operations."""
+    return lines_where(functions, lambda line: line.outside_torch)
+
+
+def called_from(rank: RankTrace, phase: str) -> str | None:
+    """The line of the training loop that most of a phase is called from: where its stacks leave those of training."""
+    stacks = training_stacks(rank)
+    loop = {chain for own, _, _ in _seen(stacks, ("data", *COMPUTING)) for chain in _chains(own)}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for own, _, seen in _seen(stacks, (phase,)):
+        shared = [frame for frame, chain in zip(own, _chains(own), strict=True) if chain in loop]
+        if shared:
+            seconds[shared[-1].where] += seen.seconds
+    return max(seconds, key=seconds.__getitem__, default=None)
 
 
 def hot_functions(
-    all_stacks: Iterable[Stacks], phases: Collection[str], exact: ExactLines | None = None
+    all_stacks: Sequence[Stacks], phases: Collection[str], exact: ExactLines | None = None
 ) -> tuple[HotFunction, ...]:
     """The functions that took the time of these phases, the hottest first; none where too few looks show it.
 
     Their lines are those of the `exact` stacks, where there are enough of them.
     """
-    all_stacks = list(all_stacks)
     seconds: defaultdict[Line, float] = defaultdict(float)
     looks = 0
-    for frames, seen in _stacks_in(all_stacks, phases):
-        own = next((frame for frame in reversed(frames) if frame.own), _NO_FRAME)
-        seconds[own, _library_call(frame for frame in frames if not frame.own)] += seen.seconds
+    for own, called, seen in _seen(all_stacks, phases):
+        seconds[own[-1] if own else _NO_FRAME, called] += seen.seconds
         looks += seen.looks
     total_s = sum(seconds.values())
     if looks < ENOUGH_LOOKS or not total_s:
@@ -263,18 +294,31 @@ def hot_functions(
     exact_looks = _exact_looks(exact, all_stacks, phases) if exact is not None else {}
     lines = []
     for (frame, called), spent_s in sorted(_by_exact_line(seconds, exact_looks).items(), key=lambda item: -item[1]):
+        name, into_torch = called or (None, False)
         line = HotLine(
             where=frame.where,
             function=frame.function,
             source=frame.source,
-            called=called.name if called is not None else None,
-            into_torch=called is not None and called.into_torch,
+            called=name,
+            into_torch=into_torch,
             share=spent_s / total_s,
             exact=_function(frame) in exact_looks,
         )
         if frame.where:
             lines.append(line)
     return _by_function(lines)
+
+
+def _seen(
+    all_stacks: Iterable[Stacks], phases: Collection[str] | None = None
+) -> Iterator[tuple[list[Frame], Call | None, StackTime]]:
+    """Each stack that was seen in these phases: the user's frames, outermost first, and what they called in a library."""
+    for stacks in all_stacks:
+        for seen in stacks.stacks:
+            if phases is None or seen.phase in phases:
+                frames = [stacks.frames[number] for number in seen.frames if number < len(stacks.frames)]
+                own = [frame for frame in frames if frame.own]
+                yield own, _library_call(frame for frame in frames if not frame.own), seen
 
 
 def _exact(rank: RankTrace, *, in_workers: bool) -> ExactLines | None:
@@ -303,9 +347,9 @@ def _exact_looks(
     users = {_file(frame.where) for stacks in all_stacks for frame in stacks.frames if frame.own}
     sources = {frame.where: frame.source for stacks in all_stacks for frame in stacks.frames if frame.source}
     found: defaultdict[Function, defaultdict[Line, float]] = defaultdict(lambda: defaultdict(float))
-    for frames, called, place, looks in _exact_places(exact, users):
-        where = frames[-1].where
-        line = replace(frames[-1], own=True, source=sources.get(where, frames[-1].source))
+    for own, called, place, looks in _exact_places(exact, users):
+        where = own[-1].where
+        line = replace(own[-1], own=True, source=sources.get(where, own[-1].source))
         if weight := share.get(place, 1.0):
             found[_function(line)][line, called] += looks * weight
     return {function: dict(lines) for function, lines in found.items() if sum(lines.values()) >= ENOUGH_LOOKS}
@@ -321,82 +365,44 @@ def _exact_places(exact: ExactLines, users: Collection[str]) -> Iterator[tuple[l
         inside = [frame for frame in frames[depth:] if not frame.where.startswith("<")]
         called = _library_call(frame for frame in inside if not frame.where.startswith(f"{_WRAPPER}/"))
         if own:
-            place = tuple(map(_function, own)), called.name if called else (_WRAPPER if inside else None)
-            yield own, called, place, stack.looks
+            yield own, called, _place(own, called, wrapped=bool(inside)), stack.looks
 
 
 def _shares_of_places(all_stacks: Iterable[Stacks], phases: Collection[str]) -> dict[Place, float]:
     """Which share of the time at each place fell into these phases."""
     in_phases: defaultdict[Place, float] = defaultdict(float)
     in_all: defaultdict[Place, float] = defaultdict(float)
-    every = {seen.phase for stacks in all_stacks for seen in stacks.stacks}
-    for frames, seen in _stacks_in(all_stacks, every):
-        called = _library_call(frame for frame in frames if not frame.own)
-        wrapped = _WRAPPER if seen.phase in _WRAPPED else None
-        place = tuple(map(_function, _own(frames))), called.name if called else wrapped
+    for own, called, seen in _seen(all_stacks):
+        place = _place(own, called, wrapped=seen.phase in _WRAPPED)
         in_all[place] += seen.seconds
         in_phases[place] += seen.seconds * (seen.phase in phases)
     return {place: in_phases[place] / spent_s for place, spent_s in in_all.items() if spent_s}
 
 
-def lines_where(functions: Iterable[HotFunction], keep: Callable[[HotLine], bool]) -> tuple[HotFunction, ...]:
-    """Some of their lines, with their share of all that are kept."""
-    lines = [line for function in functions for line in function.lines if keep(line)]
-    total = sum(line.share for line in lines) or 1.0
-    return _by_function(replace(line, share=line.share / total) for line in lines)
+def _place(own: Iterable[Frame], called: Call | None, *, wrapped: bool) -> Place:
+    name = _WRAPPER if wrapped else None
+    return tuple(map(_function, own)), called.name if called else name
 
 
-def outside_torch(functions: Iterable[HotFunction]) -> tuple[HotFunction, ...]:
-    """Those of their lines that do something else than tensor operations."""
-    return lines_where(functions, lambda line: line.outside_torch)
-
-
-def called_from(rank: RankTrace, phase: str) -> str | None:
-    """The line of the training loop that most of a phase is called from: where its stacks leave those of training."""
-    stacks = training_stacks(rank)
-    loop = {chain for frames, _ in _stacks_in(stacks, ("data", *COMPUTING)) for chain in _chains(frames)}
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for frames, seen in _stacks_in(stacks, (phase,)):
-        shared = [frame for frame, chain in zip(_own(frames), _chains(frames), strict=True) if chain in loop]
-        if shared:
-            seconds[shared[-1].where] += seen.seconds
-    return max(seconds, key=seconds.__getitem__, default=None)
-
-
-def _stacks_in(all_stacks: Iterable[Stacks], phases: Collection[str]) -> Iterator[tuple[list[Frame], StackTime]]:
-    """Each stack that was seen in these phases: its frames, outermost first, and for how long."""
-    for stacks in all_stacks:
-        for seen in stacks.stacks:
-            if seen.phase in phases:
-                yield [stacks.frames[number] for number in seen.frames if number < len(stacks.frames)], seen
-
-
-def _own(frames: Iterable[Frame]) -> list[Frame]:
-    return [frame for frame in frames if frame.own]
-
-
-def _chains(frames: Iterable[Frame]) -> list[tuple[tuple[str, str], ...]]:
-    """For each frame of the user's, the files and functions that lead to it."""
-    functions = [(_file(frame.where), frame.function) for frame in _own(frames)]
-    return [tuple(functions[: depth + 1]) for depth in range(len(functions))]
+def _chains(own: Iterable[Frame]) -> list[tuple[Function, ...]]:
+    """For each frame, the functions that lead to it."""
+    functions = tuple(map(_function, own))
+    return [functions[: depth + 1] for depth in range(len(functions))]
 
 
 def _file(where: str) -> str:
     return where.rpartition(":")[0]
 
 
-def _function(frame: Frame) -> Function:
-    return _file(frame.where), frame.function
+def _function(line: Frame | HotLine) -> Function:
+    return _file(line.where), line.function
 
 
 def _by_function(lines: Iterable[HotLine]) -> tuple[HotFunction, ...]:
-    groups: defaultdict[tuple[str, str], list[HotLine]] = defaultdict(list)
+    groups: defaultdict[Function, list[HotLine]] = defaultdict(list)
     for line in lines:
-        groups[_file(line.where), line.function].append(line)
-    functions = []
-    for (_, name), of_function in groups.items():
-        share = sum(line.share for line in of_function)
-        functions.append(HotFunction(name=name, share=share, lines=tuple(of_function)))
+        groups[_function(line)].append(line)
+    functions = (HotFunction(tuple(of_function)) for of_function in groups.values())
     return tuple(sorted(functions, key=lambda function: -function.share))
 
 
