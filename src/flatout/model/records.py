@@ -248,7 +248,7 @@ class Step:
     kind: str = "train"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # steps are added to it
 class Window:
     """Many steps in one record: a sketch of their wall times, and of their spans by name.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -135,7 +135,7 @@ class StepDownsampler:
         self._outliers = _Outliers()
         self._seen = 0  # up to so many, all are kept
         self._raw_bytes_left = RAW_STEP_BYTES
-        self._window = WindowBuilder()
+        self._window: Window | None = None  # the one that is open
         self._length = WINDOW_STEPS
         self._window_bytes_left = BYTES_A_LENGTH
 
@@ -150,20 +150,23 @@ class StepDownsampler:
         else:
             raw = [step]
             self._seen += 1
-        self._window.add(step)
+        self._window = self._window or _window_from(step)
+        _add_to(self._window, step)
         return self._with_room(raw)
 
     def _with_room(self, raw: list[Step]) -> list[Step | Window]:
         """Raw steps, as long as there is room for them, and the window if it is full."""
-        full = self.flush() if self._window.is_full(self._length) else []
-        return [*(raw if self._raw_bytes_left > 0 else ()), *full]
+        kept: list[Step | Window] = [*raw] if self._raw_bytes_left > 0 else []
+        walls = self._window.wall_ms if self._window is not None else Sketch()
+        if walls.count >= self._length and walls.total >= WINDOW_MS:
+            kept += self.flush()
+        return kept
 
     def flush(self) -> list[Step | Window]:
         """Close the window that is open, if any."""
-        if not self._window.steps:
+        window, self._window = self._window, None
+        if window is None:
             return []
-        window = self._window.window()
-        self._window = WindowBuilder()
         self._outliers.learn(window.wall_ms)
         return [window]
 
@@ -218,89 +221,60 @@ class _Outliers:
         return [some.step(at) if isinstance(some, LightSteps) else some for some, at in kept]
 
 
-class WindowBuilder:
-    """Sums steps up into a window."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None  # index, and when it began
-        self._last_index = 0
-        self._wall_ms = Sketch()
-        self._spans_ms: dict[str, Sketch] = {}
-        self._idle_ms: dict[str, float] = {}
-        self._busy_ms: dict[str, float] = {}
-        self._gpu_steps = 0
-        self._samples: int | None = None
-        self._loss = Sketch()
-
-    @property
-    def steps(self) -> int:
-        return self._wall_ms.count
-
-    def add(self, step: Step | LightSteps) -> None:
-        """Add a step, or many."""
-        if isinstance(step, LightSteps):
-            walls, waits = step.walls_ms, step.waits_ms
-            self._add(step.first_index, step.start_s, walls, step.samples or None)
-            self._spans_ms[self._key(step.waiting)].extend(waits)
-            computing_ms = [wall - wait for wall, wait in zip(walls, waits, strict=True)]
-            self._spans_ms[self._key(step.computing)].extend(computing_ms)
-            return
-        self._add(step.index, step.start_s, [step.wall_ms], step.samples)
-        if step.loss is not None:
-            self._loss.add(step.loss)
-        host_ms: dict[str, float] = {}  # twenty small copies count as one
-        for span in step.spans:
-            key = self._key(f"{span.name}@{span.where}" if span.where else span.name)
-            host_ms[key] = host_ms.get(key, 0.0) + span.host_ms
-            if span.gpu_idle_ms is not None:
-                self._idle_ms[key] = self._idle_ms.get(key, 0.0) + span.gpu_idle_ms
-            if span.gpu_busy_ms is not None:
-                self._busy_ms[key] = self._busy_ms.get(key, 0.0) + span.gpu_busy_ms
-        for key, ms in host_ms.items():
-            self._spans_ms[key].add(ms)
-        on_gpu = any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in step.spans)
-        self._gpu_steps += on_gpu
-
-    def is_full(self, steps: int) -> bool:
-        return self.steps >= steps and self._wall_ms.total >= WINDOW_MS
-
-    def window(self) -> Window:
-        """The window of all steps added."""
-        assert self._first is not None
-        return Window(
-            first_index=self._first[0],
-            last_index=self._last_index,
-            start_s=self._first[1],
-            wall_ms=self._wall_ms,
-            spans_ms=self._spans_ms,
-            gpu_steps=self._gpu_steps,
-            gpu_idle_ms=self._idle_ms,
-            gpu_busy_ms=self._busy_ms,
-            samples=self._samples,
-            loss=self._loss,
-        )
-
-    def _add(self, first_index: int, start_s: float, walls_ms: list[float], samples: int | None) -> None:
-        self._first = self._first or (first_index, start_s)
-        self._last_index = first_index + len(walls_ms) - 1
-        self._wall_ms.extend(walls_ms)
-        if samples is not None:
-            self._samples = (self._samples or 0) + samples
-
-    def _key(self, name: str) -> str:
-        """The name under which a span is counted: there is a sketch for it."""
-        key = name_within(self._spans_ms, name)
-        if key not in self._spans_ms:
-            self._spans_ms[key] = Sketch()
-        return key
-
-
-def window_of(steps: list[Step]) -> Window:
+def window_of(steps: Sequence[Step | LightSteps]) -> Window:
     """One record for many steps."""
-    builder = WindowBuilder()
+    window = _window_from(steps[0])
     for step in steps:
-        builder.add(step)
-    return builder.window()
+        _add_to(window, step)
+    return window
+
+
+def _window_from(first: Step | LightSteps) -> Window:
+    index = first.index if isinstance(first, Step) else first.first_index
+    return Window(first_index=index, last_index=index, start_s=first.start_s, wall_ms=Sketch())
+
+
+def _add_to(window: Window, step: Step | LightSteps) -> None:
+    """Add a step, or many."""
+    if isinstance(step, LightSteps):
+        walls, waits = step.walls_ms, step.waits_ms
+        _count_in(window, step.first_index, walls, step.samples or None)
+        computing_ms = [wall - wait for wall, wait in zip(walls, waits, strict=True)]
+        for name, figures in ((step.waiting, waits), (step.computing, computing_ms)):
+            window.spans_ms[_key(window, name)].extend(figures)
+        return
+    _count_in(window, step.index, [step.wall_ms], step.samples)
+    if step.loss is not None:
+        window.loss.add(step.loss)
+    host_ms: dict[str, float] = {}  # twenty small copies count as one
+    on_gpu = False
+    for span in step.spans:
+        key = _key(window, f"{span.name}@{span.where}" if span.where else span.name)
+        host_ms[key] = host_ms.get(key, 0.0) + span.host_ms
+        if span.gpu_idle_ms is not None:
+            window.gpu_idle_ms[key] = window.gpu_idle_ms.get(key, 0.0) + span.gpu_idle_ms
+            on_gpu = True
+        if span.gpu_busy_ms is not None:
+            window.gpu_busy_ms[key] = window.gpu_busy_ms.get(key, 0.0) + span.gpu_busy_ms
+            on_gpu = True
+    for key, ms in host_ms.items():
+        window.spans_ms[key].add(ms)
+    window.gpu_steps += on_gpu
+
+
+def _count_in(window: Window, first_index: int, walls_ms: Sequence[float], samples: int | None) -> None:
+    window.last_index = first_index + len(walls_ms) - 1
+    window.wall_ms.extend(walls_ms)
+    if samples is not None:
+        window.samples = (window.samples or 0) + samples
+
+
+def _key(window: Window, name: str) -> str:
+    """The name under which a span is counted: there is a sketch for it."""
+    key = name_within(window.spans_ms, name)
+    if key not in window.spans_ms:
+        window.spans_ms[key] = Sketch()
+    return key
 
 
 def name_within(known: Mapping[str, object], name: str) -> str:
