@@ -2,7 +2,7 @@
 
     Trace ──breakdown──► where the wall time went, by phase and by line
       └──rank_metrics──► RankMetrics, the figures that the rules reason about
-              │          (loader_work: of the workers; machine: of the hardware; replay: of a step without one cause)
+              │          (machine: of the hardware, and of the loader's workers)
               └──rules──► findings of loading, host, compute and machine rules, and settings without effect,
                     │     each with what fixing it alone would give (gains)
                     └──by_cause──► the account by cause, which bounds what a finding may promise

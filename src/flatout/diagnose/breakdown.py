@@ -312,7 +312,7 @@ def hot_functions(
 def _seen(
     all_stacks: Iterable[Stacks], phases: Collection[str] | None = None
 ) -> Iterator[tuple[list[Frame], Call | None, StackTime]]:
-    """Each stack that was seen in these phases: the user's frames, outermost first, and what they called in a library."""
+    """Each stack seen in these phases: the user's frames, outermost first, and what they called in a library."""
     for stacks in all_stacks:
         for seen in stacks.stacks:
             if phases is None or seen.phase in phases:

@@ -1,8 +1,8 @@
-"""Machine: what the hardware sampler saw of the machine that a rank trains on: its cores, its memory, its GPU.
+"""What was seen beside the steps: what the workers of the loader did, as they report it (LoaderWork); and the machine's
+cores, memory and GPU, as the hardware sampler saw them during plain training (Machine).
 
-Only samples of plain training count. Shares are 0 to 1. What was not measured is None.
-
-Whose the cores are matters most: those of this run (all its ranks here, with their workers) or those of others.
+Shares are 0 to 1. What was not measured is None. Whose the cores are matters most: those of this run (all its ranks
+here, with their workers) or those of others.
 """
 
 from __future__ import annotations
@@ -13,10 +13,69 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from flatout.diagnose.loader_work import share_of
-from flatout.trace import GpuSample, RankTrace, Sample, Sketch, Step, Trace
+from flatout.trace import GpuSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport
 
+_MOST_SLOW_SAMPLES = 5
 _ALL_CORES = 0.9  # of the machine's: a run that may use less of them is counted by its own processes
+
+
+@dataclass(frozen=True)
+class LoaderWork:
+    """What the workers did, all together: the last report of each; with `num_workers=0` of the training process."""
+
+    reports: tuple[WorkerReport, ...]
+
+    def total(self, figure: str) -> float:
+        """A figure of their reports, added up."""
+        return sum(getattr(report, figure) or 0.0 for report in self.reports)
+
+    @cached_property
+    def sample_ms(self) -> Sketch:
+        """How long a sample takes to load."""
+        return Sketch.merged(report.sample_ms for report in self.reports)
+
+    @cached_property
+    def transforms_ms(self) -> dict[str, float]:
+        """How long each transform takes of a sample."""
+        samples = self.total("samples")
+        spent_ms: dict[str, float] = {}
+        for report in self.reports:
+            for name, seconds in report.transforms_s.items():
+                spent_ms[name] = spent_ms.get(name, 0.0) + seconds * 1e3 / samples
+        return spent_ms
+
+    @property
+    def slowest(self) -> list[tuple[float, int]]:
+        """Milliseconds and index of the slowest samples."""
+        samples = ((ms, int(index)) for report in self.reports for ms, index in report.slowest)
+        return sorted(samples, reverse=True)[:_MOST_SLOW_SAMPLES]
+
+    @cached_property
+    def worked_s(self) -> float:
+        """How long they loaded samples and joined them."""
+        return self.total("sample_wall_s") + self.total("collate_s")
+
+    @property
+    def busy(self) -> float | None:
+        """The share of their time in which they did not wait for something to do."""
+        return share_of(self.worked_s, self.worked_s + self.total("waiting_s"))
+
+    @property
+    def on_core(self) -> float | None:
+        """The share of loading time that was spent on a core."""
+        return share_of(self.total("sample_cpu_s"), self.total("sample_wall_s"))
+
+    @property
+    def delay(self) -> float | None:
+        """How long they were ready to run but had no core, as a share of the time that they worked."""
+        if all(report.run_delay_s is None for report in self.reports):
+            return None
+        return share_of(self.total("run_delay_s"), self.worked_s)
+
+    @property
+    def collating(self) -> float | None:
+        """The share of their work that is joining samples."""
+        return share_of(self.total("collate_s"), self.worked_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +266,11 @@ class Machine:
     def gpu(self, reading: str) -> Sketch:
         """A reading of it."""
         return Sketch.of(getattr(sample, reading) for sample in self.gpu_samples)
+
+
+def share_of(part: float, whole: float) -> float | None:
+    """A part as a share, at most all of it; None of nothing."""
+    return min(1.0, part / whole) if whole else None
 
 
 def is_gpu_of(rank: RankTrace, gpu: GpuSample) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.diagnose.replay import replayed_ms, saved_in_step
+from flatout.diagnose.rank_metrics import replayed_ms, saved_in_step
 from flatout.trace import Span, Step
 
 
