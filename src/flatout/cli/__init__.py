@@ -1,28 +1,13 @@
-"""CLI: the command line, one file a verb.
+"""CLI: the command line.
 
 entry   how verbs and options are declared, and how an error becomes one line on stderr and an exit code
 output  where results go: the terminal, --json, --html
 
-A verb imports what it needs inside its function, so that --help is quick. That function's docstring is its help.
+The other files hold a verb each, or those that belong together. A verb imports what it needs inside its function, so
+that --help is quick. That function's docstring is its help.
 """
 
-from flatout.cli import check, compare, doctor, explain, fix, hook, mcp, report, run, runs, skill, top, train
+from flatout.cli import explain, fix, machine, report, run, train
 from flatout.cli.entry import app, main
 
-__all__ = [
-    "app",
-    "check",
-    "compare",
-    "doctor",
-    "explain",
-    "fix",
-    "hook",
-    "main",
-    "mcp",
-    "report",
-    "run",
-    "runs",
-    "skill",
-    "top",
-    "train",
-]
+__all__ = ["app", "explain", "fix", "machine", "main", "report", "run", "train"]

@@ -7,6 +7,7 @@ end with the exit code of what they ran.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
 # In the order of --help.
 VERBS = (
     "run",
@@ -145,6 +147,14 @@ def read_price(text: str | None) -> Price | None:
         return Price.of(text) if text is not None else None
     except ValueError:
         raise UsageError(f"--price {text}: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h") from None
+
+
+def seconds_of(text: str) -> float:
+    """What a person gave as --budget."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--budget {text}: expected a time such as 90s, 10m or 1h")
+    return float(match[1]) * SECONDS_IN[match[2]]
 
 
 def recordings_kept() -> Any:

@@ -1,9 +1,12 @@
-"""`flatout explain`."""
+"""What explains flatout to a person or to a coding agent: `flatout explain`, `mcp` and `skill`."""
 
 from __future__ import annotations
 
-from flatout.cli.entry import argument, verb
-from flatout.cli.output import console
+import sys
+from pathlib import Path
+
+from flatout.cli.entry import argument, require_linux, verb
+from flatout.cli.output import console, say
 
 
 @verb()
@@ -27,3 +30,23 @@ def explain(
     from flatout.report.terminal import WIDTH
 
     terminal.print(Markdown(text), width=min(WIDTH, terminal.width))
+
+
+@verb()
+def mcp() -> None:
+    """Give a coding agent flatout's tools, by the Model Context Protocol over stdin and stdout.
+
+    The agent starts it itself, once it is registered (docs/AGENTS.md). It needs `pip install 'flatout[mcp]'`.
+    """
+    require_linux("mcp")
+    from flatout.mcp_server import serve
+
+    if sys.stdin.isatty():
+        say("waits for an agent that speaks the Model Context Protocol on stdin; Ctrl-C ends it")
+    serve()
+
+
+@verb()
+def skill() -> None:
+    """Print a SKILL.md that tells a coding agent how to work with flatout: `flatout skill > SKILL.md`."""
+    print((Path(__file__).parents[1] / "SKILL.md").read_text(encoding="utf-8"), end="")

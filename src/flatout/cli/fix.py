@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -21,6 +20,7 @@ from flatout.cli.entry import (
     price_of_an_hour,
     read_price,
     require_linux,
+    seconds_of,
     verb,
 )
 from flatout.cli.output import check_outputs, console, save_plan, say, write_report
@@ -33,8 +33,6 @@ from flatout.redact import redact_command
 
 if TYPE_CHECKING:
     from flatout.fix.patch import FilePatch
-
-SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
 
 
 @verb(options_metavar="[OPTIONS] -- COMMAND…", context_settings=TAKES_A_COMMAND)
@@ -89,7 +87,7 @@ def fix(
         raise UsageError(f"{command[0]}: command not found")
     options: dict[str, Any] = {"allow": allow, "only": only, "skip": skip, "steps": steps, "unprotected": unprotected}
     runs = out.parent / launcher.default_folder([*command[:1], "fix.py"])  # the current folder may be read-only
-    budget_s, hourly_price = _seconds(budget), read_price(price)
+    budget_s, hourly_price = seconds_of(budget), read_price(price)
     Wishes.of(allow, only, skip)
     if resume:
         earlier = to_resume(command, runs.parent, folder)
@@ -167,10 +165,3 @@ def _write_patch(patch: FilePatch, *, apply: bool, force: bool) -> None:
         raise UsageError(f"--apply edited nothing: {why_not}, then git apply {patch.file}")
     for path, backup in zip(patch.files, patch.write() if apply else (), strict=False):
         say(f"{path} is edited; as it was, it is in {backup}")
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise UsageError(f"--budget {text}: expected a time such as 90s, 10m or 1h")
-    return float(match[1]) * SECONDS_IN[match[2]]

@@ -1,4 +1,4 @@
-"""`flatout report`, and the summary that follows `flatout run` and `flatout train`."""
+"""Recorded runs: `flatout report`, `compare` and `runs`, and the summary that follows `flatout run` and `train`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.cli.entry import argument, output_file, verb
-from flatout.cli.output import console, damage_in_one_line, keep_exit_code, say, write_report
-from flatout.files import remove_if_empty
-from flatout.model.errors import FlatoutError
+from flatout.cli.entry import argument, option, output_file, verb
+from flatout.cli.output import console, damage_in_one_line, keep_exit_code, say, write_report, write_results
+from flatout.files import RUNS, remove_if_empty
+from flatout.model.errors import FlatoutError, GateFailed, TraceError, UsageError
 from flatout.model.formatting import count_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,61 @@ def report(
     folders = trace or last(1)
     with damage_in_one_line(*folders):
         write_report(read_run(folders), json, html, console())
+
+
+@verb()
+def compare(
+    a: Path | None = argument("A", "The run before."),
+    b: Path | None = argument("B", "The run after. Without both: the last two in flatout-runs."),
+    json: str | None = output_file("the comparison as JSON"),
+    html: str | None = output_file("the comparison as one HTML file"),
+    fail_if_slower: float | None = option(
+        "PCT", "Exit with 1 when B is shown to be slower by more than this.", min=0.0
+    ),
+) -> None:
+    """Compare two recorded runs: is B faster than A, beyond the noise of both?
+
+    "No difference shown" is an answer. Runs that cannot be compared are shown side by side, with the reason.
+    """
+    from flatout import report
+    from flatout.report.history import last
+
+    if a is None:
+        a, b = last(2)
+    if b is None:
+        raise UsageError(f"with which run is {a} to be compared? flatout compare A B, or without both the last two")
+    with damage_in_one_line(a, b):
+        result = report.compare(report.read_run([a]), report.read_run([b]))
+        write_report(result, json, html, console())
+    if fail_if_slower is not None:
+        if result.typical is None:
+            raise UsageError(f"cannot tell whether {b} is slower than {a}: {'; '.join(result.reasons)}")
+        if result.slower_than(fail_if_slower):
+            raise GateFailed(f"{b} is shown to be more than {fail_if_slower:g}% slower than {a}")
+
+
+@verb()
+def runs(
+    folder: Path = argument("DIR", "The folder of the recordings.", default=Path(RUNS)),
+    json: str | None = output_file("the list as JSON"),
+) -> None:
+    """List recorded runs, the newest first: verdict, speed, how busy the GPU was, cost, git commit, exit code.
+
+    `flatout report flatout-runs/NAME` shows one of them, `flatout compare` two.
+    """
+    from flatout.report import history
+    from flatout.report.terminal import show_runs
+
+    history.last(1, folder)  # an error where there is none
+    listed = []
+    for recording in history.recordings_in(folder):
+        try:
+            with damage_in_one_line(recording):
+                listed.append(history.past_run(recording))
+        except TraceError as problem:
+            say(str(problem))
+    if write_results(json, lambda: history.to_json(listed)):
+        show_runs([(past.command or (past.name,), past.row(folder)) for past in listed], history.HEADS, console())
 
 
 def summarize_runs(folder: Path, *, keep: bool, most: int, quiet: bool, why_empty: str = "", **shown: Any) -> None:

@@ -121,7 +121,7 @@ def test_the_table_is_what_is_replaced_in_a_process_and_all_of_it_is_put_back(
 
 
 def test_the_doctor_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.doctor.doctor(json=None, patches=True)
+    cli.machine.doctor(json=None, patches=True)
     listed = capsys.readouterr().out
     assert "torch.autograd: backward\n    in a recording: the time of the backward pass; the loss" in listed
     assert listed.count("\n    in ") == len(TABLE) + len(ELSEWHERE)
