@@ -489,9 +489,11 @@ def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> boo
     The terminal signals the whole process group. Of other signals a Python in the command says whether it
     `received` them; where none does, a `kill` from within the group may have reached the command too, or, as from
     a batch script's `trap`, us alone. A second SIGTERM does no harm, a lost one does. Only an interrupt, which many
-    take as "at once" when it comes twice, is left to the group.
+    take as "at once" when it comes twice, is left to the group. That the terminal has gone (`ssh -t`, tmux) only the
+    leader of the session is told.
     """
-    if sent.si_code > 0 or received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
+    told_as_leader = sent.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
+    if (sent.si_code > 0 and not told_as_leader) or received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
         return False
     if received.listens or sent.si_signo != signal.SIGINT:
         return True

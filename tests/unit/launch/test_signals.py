@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -75,3 +76,18 @@ def test_signals_are_told_and_without_a_launcher_they_make_no_noise() -> None:
     launcher.close()  # as when it is killed
     out, err = process.communicate("\n", timeout=60)
     assert (process.returncode, out, err) == (0, "handled\n", "")
+
+
+def test_a_command_ends_with_the_terminal_that_flatout_leads(tmp_path: Path) -> None:
+    """GIVEN flatout as the terminal's first program (`ssh -t host flatout run …`), WHEN the terminal goes, THEN its
+    command gets the SIGHUP that the kernel sends to flatout alone."""
+    (tmp_path / "endless.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "flatout", "run", "--", sys.executable, "endless.py"])
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
