@@ -66,8 +66,8 @@ class Starter:
     def _start_with(self, number: int, far: socket.socket) -> None:
         raise NotImplementedError
 
-    def exits(self) -> dict[int, int]:
-        """The workers that have ended so far: number and exit status (negative: a signal)."""
+    def exits(self) -> dict[int, int | str]:
+        """The workers that have ended so far: number and exit status (negative: a signal), or why there was none."""
         raise NotImplementedError
 
     def hang_up(self) -> None:
@@ -103,12 +103,12 @@ class ForkServer(Starter):
                 self._process.start()
             finally:
                 far.close()
-        self._exits: dict[int, int] = {}
+        self._exits: dict[int, int | str] = {}
 
     def _start_with(self, number: int, far: socket.socket) -> None:
         channel.send(self._channel, number, [far.fileno()])  # `OSError` where the fork server is gone
 
-    def exits(self) -> dict[int, int]:
+    def exits(self) -> dict[int, int | str]:
         try:
             while True:
                 (number, status), _ = channel.receive(self._channel, wait=False)
@@ -141,7 +141,7 @@ class ContextStarter(Starter):
             raise
         self._processes[number] = process
 
-    def exits(self) -> dict[int, int]:
+    def exits(self) -> dict[int, int | str]:
         statuses = {number: process.exitcode for number, process in self._processes.items()}
         return {number: status for number, status in statuses.items() if status is not None}
 
@@ -193,8 +193,13 @@ def _server_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
                 break
             end = socket.socket(fileno=fds[0])
             process = context.Process(target=_forked_main, args=(recipe, end, far, os.getpid()), daemon=True)
-            process.start()
-            end.close()
+            try:
+                process.start()
+            except OSError as problem:  # a limit on processes, or no memory
+                channel.send(far, (number, f"could not be started ({problem.strerror})"))
+                continue
+            finally:
+                end.close()
             assert process.pid is not None
             pidfd = os.pidfd_open(process.pid)
             children[pidfd] = (number, process)

@@ -166,16 +166,18 @@ class FeedIterator(_BaseDataLoaderIter):
         elif fills:
             why = f"samples fill what they come from ({fills}), and each worker would have one of its own to fill"
         if why:
-            self._scheduler.given_back = why
-            if self._give_back is not None:
-                self._give_back(why)
+            self._give_workers_up(why)
         return bool(why)
+
+    def _give_workers_up(self, why: str) -> None:
+        self._scheduler.given_back = why
+        if self._give_back is not None:
+            self._give_back(why)
 
     def _next(self) -> Any:
         position = self.position
         while not position.finished:
-            with _at_the_file_limit():
-                batch = self._scheduler.next(self._timeout)
+            batch = self._next_batch()
             if batch is None:
                 position.finished = True
                 break
@@ -192,6 +194,17 @@ class FeedIterator(_BaseDataLoaderIter):
             finally:
                 batch.release()
         raise StopIteration
+
+    def _next_batch(self) -> Batch | None:
+        try:
+            with _at_the_file_limit():
+                return self._scheduler.next(self._timeout)
+        except (OSError, RuntimeError) as problem:
+            if not self._as_script or self.made_when_asked:
+                raise
+            self._give_workers_up(f"workers cannot work here: {problem}")  # the script asked for none
+            self._scheduler.leave_workers()
+            return self._scheduler.next(self._timeout)
 
     def _handle_problem(self, batch: Batch) -> bool:
         """Raise what there is to raise. Else whether all samples of the batch were left out."""

@@ -392,6 +392,8 @@ class BatchScheduler:
             assignment.batch.given -= 1
             self.account.redone += assignment.batch.waits
         worker.tasks.clear()
+        if self.pool.working and self.pool.never_started(worker):  # those that there are have to do
+            return
         self._scale()
 
     def _scale(self) -> None:

@@ -254,6 +254,10 @@ class WorkerPool:
         """Process ids of the workers that have begun to work."""
         return [worker.pid for worker in self if worker.pid]
 
+    def never_started(self, worker: WorkerHandle) -> bool:
+        """Whether the system permitted no process for this worker."""
+        return self._starter is not None and isinstance(self._starter.exits().get(worker.number), str)
+
     def cause_of_death(self, worker: WorkerHandle) -> str:
         """In words, how a worker ended."""
         assert self._starter is not None
@@ -262,6 +266,8 @@ class WorkerPool:
             if time.monotonic() > deadline:
                 return "was lost"
             time.sleep(0.005)
+        if isinstance(status, str):
+            return status
         if status >= 0:
             return f"exited with code {status}"
         names = {number.value: number.name for number in signal.Signals}

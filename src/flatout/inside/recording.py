@@ -6,6 +6,7 @@ Nothing is written before the first optimizer step: a process that never trains 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import os
@@ -101,7 +102,8 @@ class Process:
 
     def _after_fork(self) -> None:
         if self._paused is not None:
-            self._paused.start()
+            with contextlib.suppress(RuntimeError):  # a limit on threads: lines are no longer looked at
+                self._paused.start()
 
     def _start_over_in_child(self) -> None:
         """In a forked child nothing is written for the parent. A child that trains gets a recording of its own."""

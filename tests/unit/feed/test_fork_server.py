@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import warnings
+from multiprocessing.popen_fork import Popen
 
 import psutil
 import pytest
+from torch.utils.data import DataLoader as TorchLoader
 
 from flatout.feed import DataLoader
+from flatout.feed.loader import LoaderOptions, iterator_for
 
 FAULTS = """
 import resource
@@ -62,3 +66,41 @@ def test_workers_are_not_in_the_process_group_of_the_training() -> None:
     assert "flatout-worker" in ours
     assert os.getpgrp() not in ours.values()
     assert len(list(batches)) == 15
+
+
+@pytest.fixture(params=[0, 1])
+def forks_permitted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many workers a fork server can start: then it is at the user's limit on processes."""
+    ours, left = os.getpid(), [request.param]
+    launch = Popen._launch
+
+    def limited(self: Popen, process: object) -> None:
+        if os.getpid() != ours:
+            if not left[0]:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            left[0] -= 1
+        launch(self, process)
+
+    monkeypatch.setattr(Popen, "_launch", limited)
+    return int(request.param)
+
+
+def test_at_the_limit_on_processes_the_workers_that_there_are_have_to_do(forks_permitted: int) -> None:
+    """As many as were declared cannot be had: with none it is said why, as PyTorch says it; one makes all batches."""
+    loader = DataLoader(list(range(40)), batch_size=4, num_workers=2)
+    if not forks_permitted:
+        with pytest.raises(RuntimeError, match=r"could not be started \(Resource temporarily unavailable\)"):
+            list(loader)
+    else:
+        assert [batch.tolist() for batch in loader] == [list(range(first, first + 4)) for first in range(0, 40, 4)]
+
+
+def test_a_script_that_asked_for_no_workers_goes_on_without(forks_permitted: int) -> None:
+    """GIVEN `run --auto`, which gives a loader without workers some, WHEN the limit on processes permits none, THEN the
+    script gets its batches all the same."""
+    reasons: list[str] = []
+    loader = TorchLoader(list(range(40)), batch_size=4)
+    iterator, _ = iterator_for(loader, LoaderOptions(workers="auto"), give_back=reasons.append)
+    assert iterator is not None
+    assert [batch.tolist() for batch in iterator] == [list(range(first, first + 4)) for first in range(0, 40, 4)]
+    assert ["could not be started" in reason for reason in reasons] == [True] * (not forks_permitted)
