@@ -24,7 +24,7 @@ HIDDEN = "***"
 
 def redact_command(words: Sequence[str]) -> tuple[str, ...]:
     """A command without secrets: `--opt value`, `--opt=value`, `NAME=value`, also in a `bash -c "…"`."""
-    return tuple(_redacted_list("", words))
+    return tuple(_redacted_list("", _without_programs_secrets(words)))
 
 
 def redact_setting(name: str, value: Any) -> Any:
@@ -48,6 +48,7 @@ def redact_text(text: str) -> str:
     # This is the end of a longer text, which was cut inside a key.
     if end is not None and "-----BEGIN" not in text[: end.start()]:
         text = HIDDEN + text[end.end() :]
+    text = _BY_PROGRAM.sub(rf"\1{HIDDEN}", text)
     text = _SHAPES.sub(HIDDEN, text)
     text = _AFTER_SCHEME.sub(rf"\1\2{HIDDEN}", text)
     text = _LOGIN_IN_URL.sub(rf"\1{HIDDEN}@", text)
@@ -96,6 +97,12 @@ def _redacted_list(name: str, items: Sequence[Any]) -> list[Any]:
         shown.append(redact_setting(name if _NO_VALUE.fullmatch(word) else option or name, item))
         option = word if _OPTION_WORD.fullmatch(word) else ""
     return shown
+
+
+def _without_programs_secrets(words: Sequence[str]) -> list[str]:
+    """A command without what this program's arguments are known to hide."""
+    hidden = _BY_PROGRAM.sub(rf"\1{HIDDEN}", "\0".join(words)).split("\0")
+    return hidden if len(hidden) == len(words) else list(words)  # else there are such letters in the words
 
 
 def _is_bare_name(text: str) -> bool:
@@ -221,6 +228,19 @@ _SHAPES = re.compile(
       | xox[a-z]-[\w-]{10,} | xapp-[\w-]{10,} | SG\.[\w-]{10,}\.[\w-]{10,} | dckr_pat_[\w-]{10,} | dop_v1_\w{16,}
       | shp(?:at|ss)_\w{16,} | AGE-SECRET-KEY-\w{10,} | eyJ[\w-]{5,}\.[\w-]{5,}(?:\.[\w-]*)? | \d{8,10}:[\w-]{35}\b )
     | (?<=hooks\.slack\.com/)[^\s"']+ | (?<=/api/webhooks/)[^\s"']+""",
+    re.X,
+)
+# Programs in whose arguments nothing else shows a secret: as words apart (with \0), in a line of shell, or as Python
+# prints a list of words.
+_GAP = r"(?:[ \t\0]|\\\n|[\"'],[ ][\"'])+"
+_FEW = rf"(?:{_GAP}[^\s\0;|&\"']+){{0,12}}?"
+_BY_PROGRAM = re.compile(
+    rf"""(?<![\w.-])((?:
+        sshpass(?:{_GAP}-[^p\s\0"'][^\s\0"']*){{0,5}}{_GAP}-p(?:{_GAP})?
+      | (?:mysql|mysqldump|mysqladmin|mysqlimport|mariadb|mariadb-dump){_FEW}{_GAP}-p
+      | curl{_FEW}{_GAP}-u[^\s\0:"']{{1,100}}:
+      | wandb{_GAP}login{_FEW}{_GAP}(?=[\w-]{{20}}) ))
+      (?:(?<=\0)[^\0]+ | "[^"\0\n]+" | '[^'\0\n]+' | [^\s\0;|&"']+)""",
     re.X,
 )
 _AFTER_SCHEME = re.compile(

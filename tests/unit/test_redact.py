@@ -132,6 +132,38 @@ def test_what_programs_say_otherwise_is_left_alone(text: str) -> None:
     assert redact_text(text) == text
 
 
+WITH_A_PASSWORD = (
+    "sshpass -p LEAKx7Q ssh -p 22 host",
+    "sshpass -v -pLEAKx7Q rsync a b",
+    "sudo /usr/bin/sshpass -p LEAKx7Q ssh host",
+    "mysql -uroot -pLEAKx7Q db",
+    "mysqldump --opt -h host -pLEAKx7Q db",
+    "curl -sS -ume:LEAKx7Q https://x",
+    "curl -u me:LEAKx7Q https://x",
+    "wandb login --relogin LEAKx7Q0123456789abcdef0123456789abcdef",
+)
+
+
+@pytest.mark.parametrize("line", WITH_A_PASSWORD)
+def test_passwords_that_only_their_program_knows(line: str) -> None:
+    words = line.split()
+    assert in_command(*words).count("LEAK") == 0
+    assert in_command("bash", "-c", f"cd /x && {line}; python train.py").count("LEAK") == 0
+    assert redact_text(str(subprocess.CalledProcessError(1, words))).count("LEAK") == 0
+    assert len(redact_command(words)) == len(words)
+    assert words[-1] in redact_text(line) or "wandb" in line
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["mysql -p db", "mysql -P 3306 db", "sshpass -e ssh -p 22 host", "curl -u me https://x", "wandb login --relogin",
+     "docker run -p 8080:80 mysql", "mkdir -p out/mysql; python t.py -p0.5", "mysql db; srun -pgpu python t.py"],
+)  # fmt: skip
+def test_options_of_these_names_that_hold_no_password(line: str) -> None:
+    assert in_command(*line.split()) == "\n".join(line.split())
+    assert redact_text(line) == line
+
+
 def test_a_folder_called_secrets_is_no_secret() -> None:
     for command in (["/me/secrets/bin/python3", "train.py"], ["ls", "/me/secrets/day=3/part"], ["/me/auth/run", "x"]):
         assert redact_command(command) == tuple(command)
@@ -206,6 +238,10 @@ def test_a_long_text_of_any_kind_is_gone_through_once() -> None:
         'key="',
         ") ",
         "x.",
+        "mysql ",
+        "curl a ",
+        "sshpass -v ",
+        "wandb login a ",
     )
     for piece in pieces:
         text = piece * (60_000 // len(piece))
