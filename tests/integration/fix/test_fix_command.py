@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from flatout.model.plan import Plan
+from flatout.trace import read
 
 pytestmark = pytest.mark.timeout(420)  # runs of a fix are many, and on a busy machine some are run again
 
@@ -81,12 +82,20 @@ def slow_disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_starved_training_is_fixed_proven_and_reported(slow_disk: Path) -> None:
+def git(folder: Path, *words: str) -> None:
+    name = ("-c", "user.name=x", "-c", "user.email=x@example.com")
+    subprocess.run(["git", *name, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_starved_training_is_fixed_proven_reported_and_edited(slow_disk: Path) -> None:
+    git(slow_disk, "init")
+    git(slow_disk, "add", "train.py")
+    git(slow_disk, "commit", "-m", "slow")
     before = files(slow_disk)
 
     ended = fix(
         slow_disk,
-        *("--steps", "80", "--budget", "10m", "--only", "loader", "--price", "3/h"),
+        *("--steps", "80", "--budget", "10m", "--only", "loader", "--price", "3/h", "--diff", "fix.diff", "--apply"),
         *("--json", "fix.json", "--html", "fix.html", "--", sys.executable, "train.py"),
     )
 
@@ -107,9 +116,25 @@ def test_a_starved_training_is_fixed_proven_and_reported(slow_disk: Path) -> Non
     # AND the page shows both
     page = (slow_disk / "fix.html").read_text()
     assert "time went, and where it goes" in page
-    # AND nothing of the person's was touched: its output folder is wiped by every run of this script
-    ours = ("flatout-", "fix.")
-    assert {name: data for name, data in files(slow_disk).items() if not name.startswith(ours)} == before
+    # AND the script is edited, and what it was lies beside it
+    after = files(slow_disk)
+    assert after["train.py.orig"] == before["train.py"]
+    edited = before["train.py"].decode().replace("Dataset\n", "Dataset\nimport flatout\n", 1)
+    arguments = "Slow(), batch_size=args.batch_size, shuffle=True"
+    edited = edited.replace(f"in DataLoader({arguments}", f'in flatout.DataLoader({arguments}, num_workers="auto"')
+    assert after["train.py"].decode() == edited
+    # AND the patch says the same to git
+    git(slow_disk, "checkout", "train.py")
+    git(slow_disk, "apply", "fix.diff")
+    assert (slow_disk / "train.py").read_text() == edited
+    # AND nothing else of the person's was touched: its output folder is wiped by every run of this script
+    ours = ("flatout-", "fix.", "train.py", ".git/")
+    untouched = {name: data for name, data in after.items() if not name.startswith(ours)}
+    assert untouched == {name: data for name, data in before.items() if not name.startswith(ours)}
+    # AND the change is in force without a plan
+    run = [*FLATOUT, "run", "--quiet", "--max-steps", "40", "--trace", "run", "--", sys.executable, "train.py"]
+    subprocess.run(run, cwd=slow_disk, env=environment(), check=True, timeout=120)
+    assert read(slow_disk / "run").ranks[0].facts.training_loader.elastic
 
 
 @pytest.mark.parametrize("name", ["gray", "stock"])

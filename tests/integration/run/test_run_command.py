@@ -179,8 +179,9 @@ COUNTING = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["flatout", "group"])
+@pytest.mark.parametrize(
+    ("send", "number"), [(os.kill, signal.SIGINT), (os.killpg, signal.SIGINT), (os.killpg, signal.SIGUSR1)]
+)
 def test_a_signal_is_heard_once_whether_it_was_for_us_or_for_the_whole_group(
     place: Path, send: Callable[[int, int], None], number: int
 ) -> None:
