@@ -340,17 +340,13 @@ class End:
 
 @dataclass(slots=True, kw_only=True)  # the writer counts in it
 class Summary:
-    """Totals of one file, small enough to read a thousand of them."""
+    """Totals of one file's training steps, small enough to read a thousand of them."""
 
     info: RunInfo
-    steps: int = 0
     wall_ms: Sketch = field(default_factory=Sketch)
     spans_ms: dict[str, Sketch] = field(default_factory=dict)
-    gpu_idle_ms: dict[str, float] = field(default_factory=dict)
     samples: int | None = None
-    hardware_samples: int = 0
     dropped: int = 0
-    notes: tuple[Note, ...] = ()
     ended: bool = False
 
 

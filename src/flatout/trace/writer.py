@@ -26,10 +26,9 @@ from flatout.trace.downsample import LightSteps, SampleDownsampler, StepDownsamp
 
 MAX_BYTES = 64_000_000
 MAX_PENDING = 20_000
-MAX_SUMMARY_BYTES = 100_000
+SUMMARY_BUCKETS = 16  # of each of at most a hundred phases: a summary stays below 100 kB
 WRITE_EVERY_S = 0.5
 SUMMARY_EVERY_WRITES = 60
-NOTES_KEPT = 100
 _as_json = json.JSONEncoder(separators=(",", ":")).encode
 CLOSE_WITHIN_S = 30.0  # a network disk that hangs must not hang the end of a training
 
@@ -117,7 +116,6 @@ class TraceWriter:
             record = self._pending.popleft()
             if isinstance(record, Note):
                 record = dataclasses.replace(record, text=redact_text(record.text))
-            _count(self._totals, record)
             if isinstance(record, Step | LightSteps):
                 for one in self._steps.push(record):
                     self._steps.wrote(one, self._put(one))
@@ -152,9 +150,16 @@ class TraceWriter:
             self._give_up(problem.strerror or str(problem))
 
     def _write_summary(self, *, ended: bool) -> None:
-        self._totals.dropped, self._totals.ended = self.dropped, ended
+        totals = self._totals
+        summary = dataclasses.replace(
+            totals,
+            wall_ms=totals.wall_ms.coarse(),
+            spans_ms={name: sketch.coarse(SUMMARY_BUCKETS) for name, sketch in totals.spans_ms.items()},
+            dropped=self.dropped,
+            ended=ended,
+        )
         try:
-            write_whole(self._summary_path, _summary_within(MAX_SUMMARY_BYTES, self._totals))
+            write_whole(self._summary_path, _line(summary))
         except OSError as problem:
             self._give_up(problem.strerror or str(problem))
 
@@ -163,42 +168,14 @@ class TraceWriter:
             self.error = f"the recording in {self.path.parent} stopped: {reason}"
 
 
-def _count(totals: Summary, record: Record | LightSteps) -> None:
-    """Add one record to the totals of its file."""
-    if isinstance(record, Step):
-        totals.steps += 1
-    elif isinstance(record, LightSteps):
-        totals.steps += len(record.ends_s)
-    elif isinstance(record, Sample):
-        totals.hardware_samples += 1
-    elif isinstance(record, Note) and len(totals.notes) < NOTES_KEPT:
-        totals.notes += (record,)
-    elif isinstance(record, Window):
-        totals.wall_ms.merge(record.wall_ms)
-        if record.samples is not None:
-            totals.samples = (totals.samples or 0) + record.samples
-        for name, sketch in record.spans_ms.items():
-            key = name_within(totals.spans_ms, name)
-            totals.spans_ms.setdefault(key, Sketch()).merge(sketch)
-            if name in record.gpu_idle_ms:
-                totals.gpu_idle_ms[key] = totals.gpu_idle_ms.get(key, 0.0) + record.gpu_idle_ms[name]
-
-
-def _summary_within(most_bytes: int, totals: Summary) -> bytes:
-    """The totals as JSON that fits: with coarser sketches, with fewer notes, last without the run's `facts`."""
-    text = b""
-    for buckets, notes in ((128, NOTES_KEPT), (64, 50), (32, 20), (16, 5), (8, 0)):
-        smaller = dataclasses.replace(
-            totals,
-            info=totals.info if notes else dataclasses.replace(totals.info, facts={}),
-            wall_ms=totals.wall_ms.coarse(128),
-            spans_ms={key: sketch.coarse(buckets) for key, sketch in totals.spans_ms.items()},
-            notes=totals.notes[:notes],
-        )
-        text = _as_json(encode(smaller)).encode("ascii")
-        if len(text) < most_bytes:
-            break
-    return text
+def _count(totals: Summary, window: Window) -> None:
+    """Add a window to the totals of its file."""
+    totals.wall_ms.merge(window.wall_ms)
+    if window.samples is not None:
+        totals.samples = (totals.samples or 0) + window.samples
+    for name, sketch in window.spans_ms.items():
+        key = name_within(totals.spans_ms, name)
+        totals.spans_ms.setdefault(key, Sketch()).merge(sketch)
 
 
 def note_end(folder: Path, info: RunInfo, end: End) -> None:

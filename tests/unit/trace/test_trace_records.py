@@ -84,9 +84,7 @@ window = st.builds(
 )
 info = st.builds(RunInfo, name=text, command=st.lists(text, max_size=3).map(tuple), rank=st.none() | st.integers(0, 99))
 note = st.builds(Note, time_s=rounded(0, 1e7), text=text)
-summary = st.builds(
-    Summary, info=info, wall_ms=sketch, notes=st.lists(note, max_size=2).map(tuple), ended=st.booleans()
-)
+summary = st.builds(Summary, info=info, wall_ms=sketch, ended=st.booleans())
 loader = st.builds(LoaderFacts, dataset=text, length=st.none() | st.integers(0, 10**18), written=st.none() | text)
 changed = st.builds(AppliedChange, name=text, value=text, applied=st.booleans(), how=text)
 settings = st.builds(SettingsRead, source=text, values=st.dictionaries(text, text | st.none()))

@@ -42,11 +42,8 @@ def test_the_summary_holds_the_totals(tmp_path: Path) -> None:
     with TraceWriter(tmp_path, INFO) as writer:
         for index in range(75):
             writer.write(a_step(index))
-        writer.write(Note(time_s=1.0, text="hello"))
     [summary] = read_summaries(tmp_path)
-    assert (summary.steps, summary.samples, summary.dropped, summary.ended) == (75, 300, 0, True)
-    assert summary.wall_ms.count == 75
-    assert [note.text for note in summary.notes] == ["hello"]
+    assert (summary.wall_ms.count, summary.samples, summary.dropped, summary.ended) == (75, 300, 0, True)
 
 
 def test_no_secret_is_written(tmp_path: Path) -> None:
@@ -67,7 +64,6 @@ def test_hardware_samples_go_to_a_file_of_the_machine(tmp_path: Path, make_sampl
         for sample in samples:
             writer.write(sample)
     assert read(tmp_path).samples == {"box": samples}
-    assert read_summaries(tmp_path)[0].hardware_samples == 3
 
 
 class StuckFile:
@@ -182,29 +178,30 @@ def test_a_file_never_passes_its_bound(tmp_path: Path, monkeypatch: pytest.Monke
             writer.write(a_step(index))
     assert writer.path.stat().st_size <= 5_000
     assert writer.dropped > 300
-    assert read_summaries(tmp_path)[0].steps == 500
+    assert read_summaries(tmp_path)[0].wall_ms.count == 500
 
 
 def test_a_summary_stays_below_100_kb(tmp_path: Path) -> None:
-    """GIVEN a run with everything too long, THEN the summary gives up detail, not the totals."""
-    info = RunInfo(name="demo", rank=0, facts={"config": "x" * 90_000})
+    """GIVEN a run with as many phases as there may be, THEN the summary gives up detail, not the totals."""
     spans = tuple(
         Span(name="sync", start_ms=0.0, host_ms=1.0, where=f"{'deep/' * 30}train.py:{line}", gpu_idle_ms=1.0)
         for line in range(90)
     )
-    with TraceWriter(tmp_path, info) as writer:
+    with TraceWriter(tmp_path, INFO) as writer:
         for index in range(300):
             spread = tuple(
                 Span(name=s.name, start_ms=0.0, host_ms=1.05 ** ((index * 7 + i) % 200), where=s.where, gpu_idle_ms=1.0)
                 for i, s in enumerate(spans)
             )
             writer.write(Step(index=index, start_s=float(index), wall_ms=1.05 ** (index % 200), spans=spread))
-        for number in range(500):
-            writer.write(Note(time_s=0.0, text=f"note {number} " + "x" * 200))
     path = tmp_path / "rank-00000.summary.json"
     assert path.stat().st_size < 100_000
     [summary] = read_summaries(tmp_path)
-    assert (summary.steps, len(summary.spans_ms), summary.spans_ms[f"sync@{spans[0].where}"].count) == (300, 90, 300)
+    assert (summary.wall_ms.count, len(summary.spans_ms), summary.spans_ms[f"sync@{spans[0].where}"].count) == (
+        300,
+        90,
+        300,
+    )
 
 
 def test_closing_twice_and_writing_after_are_harmless(tmp_path: Path) -> None:
