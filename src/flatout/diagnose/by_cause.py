@@ -7,11 +7,11 @@
     remainder    waits too short to be told apart
 
 Training's time lies in pools: the GPU's idle time by phase, and its useful time. Findings take from them one after the
-other, the surest first, so no time is charged twice and the charges add up to one. A finding promises at most what
-taking away its charge gives; all of them together then promise at most wall time ÷ useful time.
+other, the surest first, so the charges add up to one. A finding promises at most what taking away its charge gives; all
+of them together at most wall time ÷ useful time.
 
-Without a GPU everything shares the processor. Workers that have less to do leave their cores to training: that time is
-measured, and charged with the wait for them. What runs beside the step also takes caches and memory from it, which no
+Without a GPU everything shares the processor: workers that have less to do leave their cores to training, which is
+measured and charged with the wait for them. What runs beside the step also takes caches and memory from it, which no
 clock tells apart: the upper ends leave room for it (`BESIDE`).
 """
 

@@ -17,6 +17,7 @@ from flatout.diagnose.breakdown import (
     HotLine,
     called_from,
     in_training,
+    lines_of,
     lines_where,
     outside_torch,
 )
@@ -89,14 +90,13 @@ def _framework_around(metrics: RankMetrics, hottest: HotLine) -> str | None:
     library = (hottest.called or "torch").partition(".")[0]
     if any(library in framework.packages and framework.loop_files for framework in FRAMEWORKS):
         return library
-    lines = (line for function in in_training(metrics.rank, ("forward",)) for line in function.lines)
-    calls = {(line.where, line.called) for line in lines}
+    calls = {(line.where, line.called) for line in lines_of(in_training(metrics.rank, ("forward",)))}
     return library if library != "torch" and (hottest.where, hottest.called) in calls else None
 
 
 def as_evidence(functions: tuple[HotFunction, ...]) -> list[dict[str, object]]:
     """The hottest lines, for people and for JSON."""
-    lines = sorted((line for function in functions for line in function.lines), key=lambda line: -line.share)
+    lines = sorted(lines_of(functions), key=lambda line: -line.share)
     return [{"where": str(line), "share": rounded(line.share)} for line in lines[:_MOST_LINES]]
 
 

@@ -21,7 +21,6 @@ _MIN_DELAY = 0.05  # of the time that training waits for a core
 _MIN_STRAGGLING = 0.05  # of the step that the others wait for one rank
 _MIN_EXCHANGE = 0.15  # of the step
 _MIN_WAITING = 0.10  # of the step, on the mean of all ranks
-_LESS_EXCHANGE = "accumulate gradients under no_sync, or a larger batch a rank"
 
 
 def host_memory(metrics: RankMetrics) -> Finding | None:
@@ -258,6 +257,7 @@ def exchange(ranks: Sequence[RankMetrics]) -> Finding | None:
         seen = metrics.facts.gradient_exchange
         if seen is not None and metrics.mean_ms:
             waits.append(min(MAX_SAVED, seen.waited_ms / metrics.mean_ms))
+    code, advice = "dist.comm", "accumulate gradients under no_sync, or a larger batch a rank"
     if len(waits) == len(ranks):
         share = min(waits)
         title = f"ranks wait for each other's gradients {share:.0%} of the step, after backward has computed its own"
@@ -266,18 +266,13 @@ def exchange(ranks: Sequence[RankMetrics]) -> Finding | None:
         title = f"collectives take {share:.0%} of the step"
     else:
         return None
-    if share >= _MIN_EXCHANGE:
-        return _waiting_for_gradients(ranks, "dist.comm", title, share, _LESS_EXCHANGE)
-    share = sum(waits) / len(waits) if waits else 0.0
-    if share < _MIN_WAITING or straggler(ranks) is not None:
-        return None
-    title = f"{len(ranks)} ranks do the work of {len(ranks) * (1 - share):.1f}: they wait {share:.0%} of the step "
-    title += "for each other's gradients"
-    advice = f"batches that take equally long on all ranks; {_LESS_EXCHANGE}"
-    return _waiting_for_gradients(ranks, "dist.scaling", title, share, advice)
-
-
-def _waiting_for_gradients(ranks: Sequence[RankMetrics], code: str, title: str, share: float, advice: str) -> Finding:
+    if share < _MIN_EXCHANGE:
+        share = sum(waits) / len(waits) if waits else 0.0
+        if share < _MIN_WAITING or straggler(ranks) is not None:
+            return None
+        code, advice = "dist.scaling", f"batches that take equally long on all ranks; {advice}"
+        title = f"{len(ranks)} ranks do the work of {len(ranks) * (1 - share):.1f}: they wait {share:.0%} of the step "
+        title += "for each other's gradients"
     return Finding(
         code=code,
         title=title,

@@ -21,6 +21,7 @@ from flatout.diagnose.breakdown import (
     Breakdown,
     breakdown,
     in_training,
+    lines_of,
     training_stacks,
 )
 from flatout.diagnose.machine import LoaderWork, Machine, share_of
@@ -317,7 +318,7 @@ class RankMetrics:
         between forward and backward, a loop over elements in a model, a training step that the optimizer calls."""
         shares = {}
         for phase in COMPUTING:
-            lines = (line for function in in_training(self.rank, (phase,)) for line in function.lines)
+            lines = lines_of(in_training(self.rank, (phase,)))
             shares[phase] = self.share(phase) * sum(line.share for line in lines if line.outside_torch)
         return shares
 
@@ -334,9 +335,8 @@ class RankMetrics:
     def _by_line(self, phase: str, seen_as: Collection[str]) -> dict[str, float]:
         """The share of the time of each line in a phase, whatever it called."""
         shares: dict[str, float] = {}
-        for function in in_training(self.rank, seen_as):
-            for line in function.lines:
-                shares[line.where] = shares.get(line.where, 0.0) + self.share(phase) * line.share
+        for line in lines_of(in_training(self.rank, seen_as)):
+            shares[line.where] = shares.get(line.where, 0.0) + self.share(phase) * line.share
         return shares
 
     def passed(self, through: str) -> float:

@@ -1,20 +1,10 @@
 """Is it faster? The one statistic of `flatout fix`, `flatout compare` and the end of a trial.
 
-The steady steps of a run are cut into eight blocks of neighbours; Student's t over the means of the
-blocks says how well the mean step is known ("batch means", as it is done for simulations that warm up).
-Why this one:
-
-- Steps are not independent: a slow disk, a garbage collection or the rhythm of sixteen workers makes
-  neighbours alike. Means of long blocks hardly depend on each other, and are nearly normal even where a
-  few steps take ten times as long. A bootstrap over short blocks counts neighbours as independent: of two
-  equal runs whose steps have a memory of twenty steps it calls a third different, at a promised 5%.
-  (Blocks have to be longer than that memory: of 200 such steps eight blocks still err in 15% of the
-  pairs, of 1,000 in 6%.)
-- Runs of one plan differ too (clocks, page cache, other users), which no number of steps in one run can
-  show. What they differ by is assumed until repeats have shown it (`RunNoise`). From three runs a side
-  on, the runs themselves are the sample, and a pattern that every run has in its steps no longer counts
-  against any of them.
-- Speeds are compared as ratios, so errors are relative: those of the logarithm.
+The steady steps of a run are cut into eight blocks of neighbours; Student's t over the means of the blocks says how
+well the mean step is known ("batch means"). Steps are not independent: a slow disk or the rhythm of sixteen workers
+makes neighbours alike, and a bootstrap over short blocks then calls a third of equal runs different, at a promised 5%.
+Means of long blocks hardly depend on each other. Runs of one plan differ too, by what is assumed until repeats have
+shown it (`RunNoise`); from three runs a side on, the runs are the sample.
 
 Only the standard library is used, because the training process imports this.
 """

@@ -1,16 +1,7 @@
-"""The one file format: a folder a run, JSONL inside, one file a rank.
+"""The one file format: a folder a run, JSONL inside, one file a rank and one a machine. See docs/TRACE.md.
 
-    RUN/
-      rank-00000.jsonl        RunInfo first, then Steps, Windows and Notes as they happened
-      rank-00000.summary.json totals of that rank, small, rewritten in place while the run goes on
-      hardware-HOST.jsonl     RunInfo first, then hardware Samples of one machine (the launcher's, or `flatout top`'s)
-
-Times are seconds of CLOCK_MONOTONIC, the clock all processes of a machine share; `RunInfo` holds the pair of
-clock readings that ties it to the calendar. A file cut off in mid-line is read up to there; unknown keys are
-ignored; another schema version is refused. A trace of any length stays below 64 MB a file: see `writer`.
-
-    writer   a run → a folder       downsample  how it stays small
-    reader   a folder → a Trace     checked     JSON → records
+writer   a run → a folder       downsample  how it stays small
+reader   a folder → a Trace     checked     JSON → records
 """
 
 from __future__ import annotations
