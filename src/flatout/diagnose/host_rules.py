@@ -25,7 +25,8 @@ from flatout.diagnose.gains import gain_if_gpu_spared, gain_if_host_spared, gain
 from flatout.diagnose.rank_metrics import MIN_SHARE, RankMetrics, rounded
 from flatout.model.causes import BY_CODE, Finding
 from flatout.model.frameworks import FRAMEWORKS
-from flatout.trace import Step, Window
+from flatout.trace import Window
+from flatout.trace.downsample import window_of
 
 _MIN_OWN_CODE = 0.05  # of the time: a loop's ordinary bookkeeping takes less
 _MIN_OWN_CODE_WITHOUT_LINES = 0.25  # where nothing says which code that is
@@ -275,26 +276,19 @@ def _pieces(metrics: RankMetrics) -> list[_RunPart]:
     """The run in parts of about as many steps each: by its steps where all were kept, else by its windows."""
     steps = metrics.rank.every_step()
     if steps is None:
-        return [_of_window(window) for window in metrics.rank.windows]
+        return [_part(window, window.wall_ms.quantile(0.5) or 0.0) for window in metrics.rank.windows]
     size = max(_MIN_STEPS_A_PIECE, len(steps) // _PIECES)
     groups = [steps[start : start + size] for start in range(0, len(steps), size)]
-    return [_of_steps(group) for group in groups if len(group) == size]
+    whole = (group for group in groups if len(group) == size)
+    return [_part(window_of(group), statistics.median(step.wall_ms for step in group)) for group in whole]
 
 
-def _of_steps(steps: Sequence[Step]) -> _RunPart:
-    phases: dict[str, float] = {}
-    for step in steps:
-        for span in step.spans:
-            phases[span.name] = phases.get(span.name, 0.0) + span.host_ms / len(steps)
-    return _RunPart(statistics.median(step.wall_ms for step in steps), phases, len(steps))
-
-
-def _of_window(window: Window) -> _RunPart:
+def _part(window: Window, step_ms: float) -> _RunPart:
     phases: dict[str, float] = {}
     for key, sketch in window.spans_ms.items():
         name = key.partition("@")[0]
         phases[name] = phases.get(name, 0.0) + sketch.total / window.wall_ms.count
-    return _RunPart(window.wall_ms.quantile(0.5) or 0.0, phases, window.wall_ms.count)
+    return _RunPart(step_ms, phases, window.wall_ms.count)
 
 
 def _joined(pieces: Sequence[_RunPart]) -> _RunPart:
