@@ -207,7 +207,7 @@ class RankMetrics:
     @cached_property
     def steps_with_events(self) -> tuple[Step, ...]:
         """Steps in which CUDA events timed the GPU."""
-        timed = (step for step in self.steps if has_events(step))
+        timed = (step for step in self.steps if step.has_events)
         return tuple(timed)[-_MOST_STEPS:]
 
     def saved_without(self, phase: str) -> float | None:
@@ -382,7 +382,7 @@ def replayed_ms(step: Step, without: str | None = None, at_work: Mapping[str, fl
 
     `at_work` is the share of its time in a phase that the GPU works; all of it in one that is not named.
     """
-    if not has_events(step):
+    if not step.has_events:
         return None
     track = []  # of each span: how long it holds the host, whether that is by waiting for the GPU, the GPU's work
     for span in step.spans:
@@ -411,8 +411,3 @@ def saved_in_step(step: Step, phase: str, at_work: Mapping[str, float] | None = 
     now = replayed_ms(step, at_work=at_work)
     then = replayed_ms(step, phase, at_work)
     return max(0.0, 1 - then / now) if now and then is not None else None
-
-
-def has_events(step: Step) -> bool:
-    """Whether CUDA events timed the GPU in a step."""
-    return any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in step.spans)

@@ -247,6 +247,11 @@ class Step:
     micro_steps: int = 1
     kind: str = "train"
 
+    @property
+    def has_events(self) -> bool:
+        """Whether CUDA events timed the GPU in it."""
+        return any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in self.spans)
+
 
 @dataclass(slots=True, kw_only=True)  # steps are added to it
 class Window:

@@ -68,8 +68,7 @@ def _nearest(steps: Sequence[Step], wall_ms: float) -> Step:
 
     def distance(step: Step) -> float:
         apart = abs(math.log(max(step.wall_ms, 1e-6) / max(wall_ms, 1e-6)))
-        has_events = any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in step.spans)
-        return apart + 0.1 * (not has_events) + 0.1 * any(span.name == UNSPLIT for span in step.spans)
+        return apart + 0.1 * (not step.has_events) + 0.1 * any(span.name == UNSPLIT for span in step.spans)
 
     return min(steps, key=distance)
 

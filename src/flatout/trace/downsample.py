@@ -247,19 +247,16 @@ def _add_to(window: Window, step: Step | LightSteps) -> None:
     if step.loss is not None:
         window.loss.add(step.loss)
     host_ms: dict[str, float] = {}  # twenty small copies count as one
-    on_gpu = False
     for span in step.spans:
         key = _key(window, f"{span.name}@{span.where}" if span.where else span.name)
         host_ms[key] = host_ms.get(key, 0.0) + span.host_ms
         if span.gpu_idle_ms is not None:
             window.gpu_idle_ms[key] = window.gpu_idle_ms.get(key, 0.0) + span.gpu_idle_ms
-            on_gpu = True
         if span.gpu_busy_ms is not None:
             window.gpu_busy_ms[key] = window.gpu_busy_ms.get(key, 0.0) + span.gpu_busy_ms
-            on_gpu = True
     for key, ms in host_ms.items():
         window.spans_ms[key].add(ms)
-    window.gpu_steps += on_gpu
+    window.gpu_steps += step.has_events
 
 
 def _count_in(window: Window, first_index: int, walls_ms: Sequence[float], samples: int | None) -> None:
