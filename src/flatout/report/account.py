@@ -23,7 +23,7 @@ from flatout.diagnose.breakdown import (
     in_workers,
 )
 from flatout.diagnose.by_cause import CauseAccount
-from flatout.diagnose.machine import is_gpu_of
+from flatout.diagnose.machine import LoaderWork, is_gpu_of
 from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnosis
 from flatout.model.causes import Finding
@@ -423,27 +423,21 @@ def dataset_in_words(name: str, length: int | None) -> str:
 
 
 def _summed_up(reports: Sequence[WorkerReport]) -> Workers:
+    work = LoaderWork(tuple(reports))
     alive = sum(over_s - born_s for born_s, over_s in _lives(reports)) or 1.0
-    wall = sum(r.sample_wall_s for r in reports) or 1e-9
-    collate = sum(r.collate_s for r in reports)
     delays = [r.run_delay_s for r in reports if r.run_delay_s is not None]
-    samples = sum(r.samples for r in reports)
-    transforms: dict[str, float] = {}
-    for name, seconds in (spent for r in reports for spent in r.transforms_s.items()):
-        transforms[name] = transforms.get(name, 0.0) + seconds * 1e3 / samples
-    slowest = sorted(((took, int(index)) for r in reports for took, index in r.slowest), reverse=True)
     return Workers(
         dataset=reports[0].dataset,
         length=reports[0].length,
         workers=_at_once([r for r in reports if r.worker is not None]),
-        samples=samples,
-        sample_ms=Sketch.merged(r.sample_ms for r in reports),
-        busy_share=(wall + collate) / alive,
-        cpu_share=sum(r.sample_cpu_s for r in reports) / wall,
+        samples=sum(r.samples for r in reports),
+        sample_ms=work.sample_ms,
+        busy_share=work.worked_s / alive,
+        cpu_share=work.total("sample_cpu_s") / (work.total("sample_wall_s") or 1e-9),
         run_delay_share=sum(delays) / alive if delays else None,
-        collate_share=collate / (wall + collate),
-        transforms_ms=transforms,
-        slowest=tuple(slowest[:5]),
+        collate_share=work.collating or 0.0,
+        transforms_ms=work.transforms_ms,
+        slowest=tuple(work.slowest),
         random_used=tuple(sorted({name for r in reports for name in r.random_used})),
     )
 
