@@ -28,9 +28,9 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from flatout.files import write_whole
-from flatout.inside import cells, start
+from flatout.inside import start
 from flatout.launch.launch_ranks import end_with_parent
-from flatout.launch.protocol import Options
+from flatout.launch.protocol import Options, in_kernel
 from flatout.model.errors import FlatoutError, UsageError
 from flatout.model.formatting import count_of, exit_in_words, printable
 from flatout.model.inputs import MOST_NOTEBOOK_BYTES, Cells, as_script, code_cells, load_json, text_of
@@ -169,7 +169,7 @@ def show(folder: Path, price: Price | None = None) -> None:
             folder = folder.relative_to(Path.cwd())
         if not any(folder.glob("rank-*.jsonl")):
             say("nothing has trained: no call of torch.optim.Optimizer.step was seen")
-        elif cells.in_kernel():
+        elif in_kernel():
             _display_report(folder, price)
         else:
             summarize_run(folder, quiet=False, price=price)
@@ -285,7 +285,7 @@ def _body(source: str) -> str:
 
 def _name() -> str:
     """What to call a recording in a notebook; outside, that is known by the script."""
-    return (_file().stem or "notebook") if cells.in_kernel() else ""
+    return (_file().stem or "notebook") if in_kernel() else ""
 
 
 def _file() -> Path:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from flatout.engine.datasets import ChainedEpochs
+from flatout.inside import loaders
 from flatout.model.frameworks import (
     PURE_SAMPLERS,
     RUN_LOOPS,
     WRAPPING_SAMPLERS,
-    framework_of,
 )
 
 
@@ -28,11 +29,18 @@ def test_a_package_has_one_entry() -> None:
     assert len(RUN_LOOPS) == len(set(RUN_LOOPS))
 
 
-def test_the_framework_is_the_one_that_calls_or_whose_loader_it_is() -> None:
-    assert framework_of("torch.utils.data.dataloader", "/x/transformers/trainer.py".endswith) == "transformers"
-    assert framework_of("accelerate.data_loader", "/x/transformers/trainer.py".endswith) == "transformers"
-    assert framework_of("accelerate.data_loader", "train.py".endswith) == "accelerate"
-    assert (
-        framework_of("torch.utils.data.dataloader", "/x/lightning/pytorch/trainer/trainer.py".endswith) == "lightning"
-    )
-    assert framework_of("torch.utils.data.dataloader", "train.py".endswith) is None
+@pytest.mark.parametrize(
+    ("caller", "loader_module", "framework"),
+    [
+        ("/x/transformers/trainer.py", "torch.utils.data.dataloader", "transformers"),
+        ("/x/transformers/trainer.py", "accelerate.data_loader", "transformers"),
+        ("train.py", "accelerate.data_loader", "accelerate"),
+        ("/x/lightning/pytorch/trainer/trainer.py", "torch.utils.data.dataloader", "lightning"),
+        ("train.py", "torch.utils.data.dataloader", None),
+    ],
+)
+def test_the_framework_is_the_one_that_calls_or_whose_loader_it_is(
+    caller: str, loader_module: str, framework: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaders, "called_from", caller.endswith)
+    assert loaders.framework_of(loader_module) == framework

@@ -14,7 +14,8 @@ import pytest
 
 import flatout
 from flatout import notebook
-from flatout.inside import cells
+from flatout.inside.loaders import why_workers_fail
+from flatout.inside.stacks import cell_of
 from flatout.model.inputs import as_script
 
 magic_error = pytest.importorskip("IPython.core.error")
@@ -130,10 +131,10 @@ def test_a_cell_has_the_name_that_its_traceback_shows(monkeypatch: pytest.Monkey
     known = {"/tmp/ipykernel_1/2.py": ("Cell", "In[3]")}
     shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=known.get))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
-    assert cells.cell_of("/tmp/ipykernel_1/2.py") == "In[3]"
-    assert cells.cell_of("train.py") is None
+    assert cell_of("/tmp/ipykernel_1/2.py") == "In[3]"
+    assert cell_of("train.py") is None
     monkeypatch.delitem(sys.modules, "IPython")
-    assert cells.cell_of("/tmp/ipykernel_1/2.py") is None
+    assert cell_of("/tmp/ipykernel_1/2.py") is None
 
 
 class Digits:
@@ -164,6 +165,6 @@ def test_workers_that_are_not_forked_lack_what_cells_define(
         collate_fn=None,
         worker_init_fn=None,
     )
-    told = cells.why_workers_fail(loader)
+    told = why_workers_fail(loader)
     assert told.startswith(f"workers started by {method} cannot get Digits, which a cell defines") == fails
     assert bool(told) == fails

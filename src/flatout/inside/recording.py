@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.utils.data.dataloader as torch_loader
 
-from flatout.inside import cells, run_facts
+from flatout.inside import run_facts
 from flatout.inside.changes.ledger import Ledger
-from flatout.inside.loaders import LoaderNotes, Meters
+from flatout.inside.loaders import LoaderNotes, Meters, warn_of_workers
 from flatout.inside.patches import Patches, Stage
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
 from flatout.inside.stacks import StackSampler, called_from, in_words, raised_at
 from flatout.inside.timing import CudaClock, LossReader, Timing
-from flatout.launch.protocol import RANK, Options, answer, is_asked
+from flatout.launch.protocol import RANK, Options, answer, in_kernel, is_asked
 from flatout.model.errors import FlatoutError, TraceError
 from flatout.model.records import GradientExchange, OptimizerFacts, OwnCost, ParallelFacts
 from flatout.redact import redact_text
@@ -234,7 +234,7 @@ class Recording:
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass, and perhaps to start its workers."""
-        cells.warn_of_workers(loader)
+        warn_of_workers(loader)
         self._loaders_by_number[number] = loader
         os.environ[RANK] = str(_rank_and_world_size()[0])  # its workers write beside the rank they belong to
         self.loaders.pass_begins(number, loader)
@@ -279,7 +279,7 @@ class Recording:
         if self.options.trial is not None:
             sys.stdout.flush()
             os._exit(0)  # a script that catches SystemExit would go on to its checkpoint
-        if not cells.in_kernel():
+        if not in_kernel():
             threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
         raise SystemExit(0)
 
@@ -298,7 +298,7 @@ class Recording:
         rank, world_size = _rank_and_world_size()
         info = RunInfo(
             name=self.options.name,
-            command=self.options.command if cells.in_kernel() else tuple(sys.orig_argv),
+            command=self.options.command if in_kernel() else tuple(sys.orig_argv),
             host=socket.gethostname(),
             rank=rank,
             world_size=world_size,
@@ -372,7 +372,7 @@ class Recording:
 
     def _close_at_exit(self) -> None:
         """Python keeps the exception that ended a script; in a notebook it may be an old one."""
-        if cells.in_kernel():
+        if in_kernel():
             self.close()
         else:
             self.close(getattr(sys, "last_value", None))

@@ -24,7 +24,6 @@ from types import CodeType, TracebackType
 
 import torch
 
-from flatout.inside.cells import cell_of
 from flatout.model.records import DECORATORS, WRAPPED_CALL, Frame, Stacks, StackTime
 from flatout.redact import redact_text
 
@@ -297,6 +296,14 @@ def _function(code: CodeType) -> str:
 def _path(filename: str) -> str:
     """How a report names a file, or the cell of a notebook."""
     return cell_of(filename) or _file(filename)
+
+
+def cell_of(file: str) -> str | None:
+    """What IPython calls the cell behind the file name that it gives to its code: In[3]."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    name_of = getattr(getattr(get_ipython(), "compile", None), "format_code_name", None)
+    name = name_of(file) if name_of is not None else None
+    return name[1] if name is not None else None
 
 
 @functools.lru_cache(maxsize=4096)

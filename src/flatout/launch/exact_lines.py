@@ -59,9 +59,9 @@ def find_py_spy() -> str:
 
 
 class PySpies:
-    """The py-spys of the command whose first process is `root`; without a `program` there are none."""
+    """The py-spys of the command whose first process is `root`."""
 
-    def __init__(self, program: str | None, root: int) -> None:
+    def __init__(self, program: str, root: int) -> None:
         self._program, self._root = program, root
         self._known: set[Path] = set()
         self._spies: list[_PySpy] = []
@@ -69,8 +69,6 @@ class PySpies:
 
     def look(self, folders: Iterable[Path]) -> None:
         """Start one for each rank that has begun to record into one of these folders."""
-        if self._program is None:
-            return
         for file in (file for folder in folders for file in folder.glob("rank-*.jsonl")):
             if file in self._known or (info := _rank_in(file)) is None:
                 continue

@@ -296,12 +296,13 @@ def _watching(pid: int, options: Options, ask_after_s: float, py_spy: str | None
 
 def _watch(pid: int, options: Options, ask_after_s: float, py_spy: str | None, stop: threading.Event) -> None:
     began_s, look_after_s = time.monotonic(), 1.0
+    py_spies = PySpies(py_spy, pid) if py_spy is not None else None
     try:
         with (
             closing(FirstStep(options.folder, began_s, ask_after_s)) as first_step,
             Sampler(pids=[pid]) as sampler,
             TraceWriter(options.folder, _info(options, pid)) as writer,
-            closing(PySpies(py_spy, pid)) as py_spies,
+            nullcontext() if py_spies is None else closing(py_spies),
         ):
             sample = sampler.read()
             while not stop.wait(PULSE_EVERY_S):
@@ -314,13 +315,15 @@ def _watch(pid: int, options: Options, ask_after_s: float, py_spy: str | None, s
                             say(text)
                 if text := first_step.look(now_s, sample.processes):
                     say(text)
-                py_spies.look(recordings(options.folder))
+                if py_spies is not None:
+                    py_spies.look(recordings(options.folder))
                 sampler.pulse()
                 if sampler.due(_SAMPLE_EVERY_S):
                     sample = sampler.read()
                     writer.write(sample)
             writer.write(sampler.read())
-            for text in [*sampler.notes, *reasons_not_measured(options.folder), *py_spies.conclude()]:
+            missing = [] if py_spies is None else py_spies.conclude()
+            for text in [*sampler.notes, *reasons_not_measured(options.folder), *missing]:
                 writer.write(Note(time_s=time.monotonic(), text=text))
     except Exception as problem:
         # A command that has ended cannot be watched: that is no fault.

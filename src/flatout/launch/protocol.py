@@ -14,6 +14,7 @@ import resource
 import select
 import signal
 import stat
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -116,6 +117,11 @@ def new_folder(name: str) -> Path:
     while folder.exists():
         folder, number = base.with_name(f"{base.name}.{number}"), number + 1
     return folder
+
+
+def in_kernel() -> bool:
+    """Whether this process is the kernel of a notebook, which goes on when a training has ended."""
+    return "ipykernel" in sys.modules
 
 
 # --- by files in the trace folder ---------------------------------------------------------------------------

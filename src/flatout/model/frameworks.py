@@ -7,7 +7,7 @@ be asked early.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -84,11 +84,3 @@ WRAPPING_SAMPLERS = {
     "accelerate.data_loader.BatchSamplerShard": "batch_sampler",
     "accelerate.data_loader.SkipBatchSampler": "batch_sampler",
 }
-
-
-def framework_of(loader_module: str, called_from: Callable[[str], bool]) -> str | None:
-    """The framework whose loop begins a pass over a loader, by its caller and by the loader's own class."""
-    for framework in FRAMEWORKS:
-        if any(map(called_from, framework.loop_files)):
-            return framework.packages[0]
-    return next((each.packages[0] for each in FRAMEWORKS if each.loader_module == loader_module), None)
