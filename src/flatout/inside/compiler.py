@@ -17,16 +17,17 @@ from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+
 _NAME = "torch._dynamo"
 _ASKED_BY_IMPORTS = ("__path__", "__all__")
 _ROUNDING = "TORCHINDUCTOR_EMULATE_PRECISION_CASTS"
 
 
-def load_when_used(torch: Any) -> None:
+def load_when_used() -> None:
     """Put the placeholder in place, unless the compiler is loaded already."""
     if _NAME not in sys.modules:
-        placeholder = _Placeholder(torch)
-        sys.modules[_NAME] = torch._dynamo = placeholder
+        sys.modules[_NAME] = torch._dynamo = _Placeholder()  # type: ignore[assignment]
 
 
 def round_as_eager() -> None:
@@ -43,7 +44,6 @@ def draw_as_eager() -> Iterator[None]:
 
     A compiler has a stream of its own, and two runs could not be compared step by step.
     """
-    import torch
     import torch._inductor.config as config
 
     before = _random_states()
@@ -53,9 +53,6 @@ def draw_as_eager() -> Iterator[None]:
 
 
 def _random_states() -> list[Any]:
-    """The random states of the host and the GPUs."""
-    import torch
-
     gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [generator.get_state() for generator in (torch.default_generator, *gpus)]
 
@@ -63,11 +60,10 @@ def _random_states() -> list[Any]:
 class _Placeholder(ModuleType):
     """Is replaced by the real module at the first attribute it does not have."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self) -> None:
         super().__init__(_NAME)
         self.__spec__ = importlib.util.find_spec(_NAME)
         self.__file__ = self.__spec__.origin if self.__spec__ is not None else None
-        self._torch = torch
         self._spared: list[FunctionType] = []
 
     def graph_break(self) -> None:
@@ -86,8 +82,8 @@ class _Placeholder(ModuleType):
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         if sys.modules.get(_NAME) is self:
             del sys.modules[_NAME]
-            if vars(self._torch).get("_dynamo") is self:
-                del self._torch._dynamo
+            if vars(torch).get("_dynamo") is self:
+                del torch._dynamo
             for function in self._spared:  # torch keeps the answer of `disable` there
                 vars(function).pop("__dynamo_disable", None)
         return getattr(importlib.import_module(_NAME), name)

@@ -40,16 +40,11 @@ class LiveTurns:
         self._applied = applied
         self._folder = folder
         self._chance = random.Random(0)  # not the script's
-        self._results = [TurnsResult(name=name) for name in names]
+        self.results = [TurnsResult(name=name) for name in names]  # what has come of each so far
         self._last_s = self._step_s = 0.0
         self._steps = self._all()
         for name in names:
             applied.switch(name, on=False)
-
-    @property
-    def results(self) -> list[TurnsResult]:
-        """What has come of each change so far."""
-        return self._results
 
     def step_ended(self) -> bool:
         """A step is over; whether another one is needed here."""
@@ -60,10 +55,10 @@ class LiveTurns:
     def _all(self) -> Generator[bool, None, None]:
         for _ in range(_COLD_STEPS):
             yield True
-        for number, result in enumerate(self._results):
-            self._results[number] = replace(result, state="under way")
+        for number, result in enumerate(self.results):
+            self.results[number] = replace(result, state="under way")
             self._save()
-            self._results[number] = decided = yield from self._decided(result.name)
+            self.results[number] = decided = yield from self._decided(result.name)
             self._applied.switch(result.name, on=decided.decision == "faster")
             self._save()
 
@@ -90,18 +85,11 @@ class LiveTurns:
                 for on, begin, end in [turns.popleft() for _ in range(4)]:
                     seconds[on].append(begin.seconds_to(end))
                 rounds.add(seconds[True], seconds[False])
-        note = self._applied.why_not_made(name)
-        if note:
-            return TurnsResult(name=name, state="decided", note=note, seconds=time.perf_counter() - began_s)
-        return TurnsResult(
-            name=name,
-            state="decided",
-            decision=rounds.decision(),
-            gain=rounds.gain(),
-            rounds=len(rounds.logs),
-            steps=steps,
-            seconds=time.perf_counter() - began_s,
-        )
+        result = TurnsResult(name=name, state="decided", seconds=time.perf_counter() - began_s)
+        if note := self._applied.why_not_made(name):
+            return replace(result, note=note)
+        counted = len(rounds.logs)
+        return replace(result, decision=rounds.decision(), gain=rounds.gain(), rounds=counted, steps=steps)
 
     def _steps_a_turn(self, name: str) -> int:
         """So many that switching is a small part of a turn."""
@@ -112,7 +100,7 @@ class LiveTurns:
         return min(_MOST_STEPS, max(_FEWEST_STEPS, round(_TIMES_THE_SWITCH * switching_s / step_s)))
 
     def _save(self) -> None:
-        results: list[dict[str, Any]] = [asdict(result) for result in self._results]
+        results: list[dict[str, Any]] = [asdict(result) for result in self.results]
         write_whole(self._folder / TURNS, json.dumps(results))
 
 

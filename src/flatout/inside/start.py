@@ -256,7 +256,7 @@ def _torch_is_here(torch: Any, options: Options) -> None:
     if options.trial is not None:
         from flatout.inside import compiler
 
-        compiler.load_when_used(torch)
+        compiler.load_when_used()
     _begin(options)
 
 

@@ -82,7 +82,9 @@ class Timing:
     def _install_phases(self) -> None:
         """Time the calls in the table that are one phase each."""
         special: dict[str, Phase] = {
-            "concurrent.futures._base.Future.result": self._phase_of_result,
+            "concurrent.futures._base.Future.result": lambda future, *_, **__: _when(
+                not (self._recorder.busy or future.done()), DATA
+            ),
             "torch.Tensor.cuda": lambda tensor, *_, **__: _when(not tensor.is_cuda, COPY),
             "torch.Tensor.pin_memory": lambda *_, **__: _when(torch.cuda.is_initialized(), COPY),
             "torch.Tensor.copy_": lambda to, source, *_, **__: _when(_copies_to_gpu(to, source), COPY),
@@ -127,9 +129,6 @@ class Timing:
         return timed
 
     # -- data
-
-    def _phase_of_result(self, future: Any, *_: Any, **__: Any) -> str | None:
-        return _when(not (self._recorder.busy or future.done()), DATA)
 
     def _next_batch(self, point: PatchPoint) -> Any:
         recorder, time, fetch = self._recorder, self._time, self._fetch

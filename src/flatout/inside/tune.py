@@ -25,7 +25,7 @@ from flatout.inside.recorder import CHECKPOINT, DATA, EVALUATION, GC, OWN, START
 from flatout.launch.protocol import TUNED
 from flatout.model.plan import Outcome, Plan
 from flatout.model.records import AppliedChange
-from flatout.model.stats import ONE_RUN, Measured, Sketch, block_means, error_of, gain
+from flatout.model.stats import ONE_RUN, Measured, block_means, error_of, gain
 from flatout.model.turns import PAYS
 from flatout.redact import redact_text
 from flatout.trace import Step
@@ -273,13 +273,16 @@ class Tuner:
         again_s = self._now_s + _AGAIN_AFTER_S
         then, then_median_s = self._then, median(self._then.walls_s)
         while True:
-            median_s, waiting = yield from self._a_minute()
+            minute = yield from self._steps(
+                lambda steps: len(steps.walls_s) >= _FEWEST_STEPS and steps.seconds >= _MINUTE_S
+            )
+            longer = median(minute.walls_s) / then_median_s
             if self._now_s < again_s:
                 continue
-            if median_s > _SLOWER * then_median_s:
-                return f"steps take {median_s / then_median_s - 1:.0%} longer than when the loader was decided"
-            if waiting >= then.waiting + _WAITS_MORE:
-                return f"the loop waits for data in {waiting:.0%} of the time, it was {then.waiting:.0%}"
+            if longer > _SLOWER:
+                return f"steps take {longer - 1:.0%} longer than when the loader was decided"
+            if minute.waiting >= then.waiting + _WAITS_MORE:
+                return f"the loop waits for data in {minute.waiting:.0%} of the time, it was {then.waiting:.0%}"
 
     # -- looking at steps
 
@@ -312,15 +315,6 @@ class Tuner:
     def _is_since(self, then: tuple[float, int], *, times: int = 1) -> bool:
         seconds, steps = self._now_s - then[0], self._ended - then[1]
         return seconds >= times * _STILL_S and steps >= times * _STILL_STEPS
-
-    def _a_minute(self) -> Generator[None, None, tuple[float, float]]:
-        """The median step of the next minute, and the share of waiting for data."""
-        ends_s, walls, waited_s = self._now_s + _MINUTE_S, Sketch(), 0.0
-        while self._now_s < ends_s or walls.count < _FEWEST_STEPS:
-            yield
-            walls.extend(step.wall_s for step in self._fresh)
-            waited_s += sum(step.waited_s for step in self._fresh)
-        return walls.quantile(0.5) or 0.0, waited_s / walls.total
 
     # -- switching
 

@@ -19,7 +19,7 @@ from flatout.report.account import how_it_ended
 PLAIN = """
     import sys, torch
     from flatout.inside import compiler
-    compiler.load_when_used(torch)  # an optimizer's first step would load the compiler, for seconds
+    compiler.load_when_used()  # an optimizer's first step would load the compiler, for seconds
     torch.set_num_threads(1)
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -14,7 +14,7 @@ from observing import FLATOUT, write
 TRAIN = """
     import os, sys, time, torch
     from flatout.inside import compiler
-    compiler.load_when_used(torch)  # an optimizer's first step would load the compiler, for seconds
+    compiler.load_when_used()  # an optimizer's first step would load the compiler, for seconds
     torch.set_num_threads(1)
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)

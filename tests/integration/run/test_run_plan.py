@@ -17,7 +17,7 @@ TRAIN = """
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
     from flatout.inside import compiler
-    compiler.load_when_used(torch)  # an optimizer's first step would load the compiler, for seconds
+    compiler.load_when_used()  # an optimizer's first step would load the compiler, for seconds
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=4)
@@ -285,7 +285,7 @@ CONFIGURED = """
     import torch
     import config
     from flatout.inside import compiler
-    compiler.load_when_used(torch)
+    compiler.load_when_used()
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
@@ -398,7 +398,7 @@ WRITES = """
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, Sampler
     from flatout.inside import compiler
-    compiler.load_when_used(torch)
+    compiler.load_when_used()
 
     added = 0
 
@@ -480,7 +480,7 @@ RAISES = """
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
     from flatout.inside import compiler
-    compiler.load_when_used(torch)
+    compiler.load_when_used()
 
     class Broken(Exception):
         def __init__(self, path, code):

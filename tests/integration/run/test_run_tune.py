@@ -22,7 +22,7 @@ TRAIN = """
     from torch.utils.data import DataLoader, Dataset
     from flatout.feed import controller
     from flatout.inside import compiler, tune
-    compiler.load_when_used(torch)
+    compiler.load_when_used()
     tune._AT_LEAST_S, tune._STILL_S, tune._STILL_STEPS, tune._GC_AT_LEAST_S = 0.4, 0.5, 10, 0.2
     controller.WINDOW_S = 0.1
 
