@@ -4,7 +4,6 @@ launcher       the command, its hardware, its signals, its exit code
 exact_lines    py-spy beside each rank, for --lines exact
 protocol       what the launcher and the processes inside tell each other
 hook           a file in another Python that starts flatout there
-git_commit     which commit a command ran at
 sandbox        what keeps a trial from writing anything of the user's
 snapshot       the user's files before and after a trial, compared
 launch_ranks   the ranks of `flatout train --gpus N`

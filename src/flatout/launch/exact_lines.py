@@ -29,7 +29,7 @@ from flatout.model.formatting import exit_in_words, printable
 from flatout.model.records import ExactLines, Frame, Record, RunInfo, StackCount, encode
 from flatout.redact import redact_text
 from flatout.sample.process import descendants
-from flatout.trace.checked import from_json
+from flatout.trace.reader import from_json
 
 # Idle threads too: a line that waits takes time. Without --nonblocking it would stop the training at each look.
 _LOOKS = ("--idle", "--threads", "--subprocesses", "--nonblocking", "--rate", "50")

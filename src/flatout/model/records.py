@@ -1,4 +1,4 @@
-"""What a trace is made of: plain values, and how they become JSON (`trace/checked.py` reads them back).
+"""What a trace is made of: plain values, and how they become JSON (`trace/reader.py` reads them back).
 
 Units are in the names. What was not measured is None and is not written. A number that is not finite counts
 as not measured; an empty tuple counts as measured ("no throttling" is not "throttling unknown").

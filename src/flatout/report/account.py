@@ -42,8 +42,8 @@ from flatout.model.gpus import peak
 from flatout.model.records import SPANS_A_STEP, Facts, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.trace import GpuSample, Note, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport
-from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
+from flatout.trace.reader import from_json
 
 SCHEMA = 1
 HANG_MS = 10_000.0  # a run whose last wait was at least as long hung

@@ -27,7 +27,7 @@ from flatout.model.inputs import is_file, is_folder, load_json, text_of
 from flatout.model.stats import ENOUGH_RUNS, RunNoise, gain
 from flatout.report import read_run
 from flatout.report.account import RecordedRun
-from flatout.trace.checked import from_json
+from flatout.trace.reader import from_json
 from flatout.trace.writer import is_being_written
 
 SCHEMA = 1

@@ -1,7 +1,7 @@
 """The one file format: a folder a run, JSONL inside, one file a rank and one a machine. See docs/TRACE.md.
 
 writer   a run → a folder       downsample  how it stays small
-reader   a folder → a Trace     checked     JSON → records
+reader   a folder → a Trace
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
-from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
+from flatout.trace.reader import from_json
 
 CORES = 16
 STEPS = 60

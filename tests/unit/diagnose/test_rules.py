@@ -13,8 +13,8 @@ from flatout.model.causes import CODES, Finding
 from flatout.model.records import Frame, GradientExchange, Stacks, StackTime
 from flatout.report.views import gain
 from flatout.trace import Facts, GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
-from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
+from flatout.trace.reader import from_json
 
 NO_GPU = {"facts": {"gpu": None}, "xray": None}
 STARVED = (("data", 60.0, 55.0, None), *HEALTHY[1:])

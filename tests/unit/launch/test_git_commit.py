@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.launch.git_commit import commit_here
+from flatout.launch.launcher import commit_here
 
 ONE, OTHER = "1" * 40, "a" * 64
 

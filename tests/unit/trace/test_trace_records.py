@@ -29,7 +29,7 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
-from flatout.trace.checked import from_json
+from flatout.trace.reader import from_json
 
 
 def rounded(low: float, high: float) -> st.SearchStrategy[float]:
