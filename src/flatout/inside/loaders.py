@@ -10,6 +10,7 @@ totals to a file of its rank, in one short atomic write.
 from __future__ import annotations
 
 import ctypes
+import functools
 import heapq
 import json
 import multiprocessing.util
@@ -36,7 +37,7 @@ from flatout.redact import redact_text
 from flatout.trace import Sketch, WorkerReport
 
 if TYPE_CHECKING:
-    from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
+    from flatout.feed.dataset_check import DatasetCheck
 
 # -- settings
 
@@ -219,21 +220,13 @@ class _SeenLoader:
     tokens: TokenCounts = field(default_factory=TokenCounts)
 
 
-@dataclass(repr=False, eq=False)
-class _WatchedData:
-    """A dataset that the training process reads itself."""
-
-    check: DatasetCheck
-    growth: CacheGrowth | None = None  # where it is known how many samples a batch has
-    samples: int = 1
-
-
 class LoaderNotes:
     """What is known of the loaders of a run, by number."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _SeenLoader] = {}
-        self.watched: dict[int, _WatchedData] = {}
+        # Of datasets that the training process reads itself; what grows shows where the size of a batch is known.
+        self.watched: dict[int, tuple[DatasetCheck, Callable[[], str | None] | None]] = {}
 
     def pass_begins(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass."""
@@ -248,26 +241,26 @@ class LoaderNotes:
         from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
 
         samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self.watched[number] = watch = _WatchedData(DatasetCheck(loader.dataset, loader.collate_fn))
+        grown = None
         if isinstance(samples, int) or loader.batch_sampler is None:
-            watch.growth, watch.samples = CacheGrowth(loader.dataset), samples or 1
+            grown = functools.partial(CacheGrowth(loader.dataset).after_batch, samples or 1)
+        self.watched[number] = DatasetCheck(loader.dataset, loader.collate_fn), grown
         weakref.finalize(loader, self.watched.pop, number, None).atexit = False
 
     def before_batch(self, number: int) -> None:
         """A loader in `watched` is about to be asked for a batch."""
-        check, seen = self.watched[number].check, self._seen[number]
+        check, seen = self.watched[number][0], self._seen[number]
         seen.written = seen.written or check.changed()
         if seen.written or check.looked >= _WATCHED_FOR:
             del self.watched[number]
 
     def after_batch(self, number: int) -> None:
         """The loader has given the batch."""
-        watch, seen = self.watched.get(number), self._seen[number]
-        if watch is None:
-            return
-        watch.check.renew()  # what samples write is not the loop's doing
-        if watch.growth is not None:
-            seen.fills = watch.growth.after_batch(watch.samples) or seen.fills
+        if number in self.watched:
+            (check, grown), seen = self.watched[number], self._seen[number]
+            check.renew()  # what samples write is not the loop's doing
+            if grown is not None:
+                seen.fills = grown() or seen.fills
 
     def tokens_of(self, number: int) -> TokenCounts | None:
         """The counts of a loader's tokens; None for a queue of the script's."""

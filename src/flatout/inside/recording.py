@@ -32,7 +32,7 @@ from flatout.inside.stacks import StackSampler, called_from, in_words, raised_at
 from flatout.inside.timing import CudaClock, LossReader, Timing
 from flatout.launch.protocol import RANK, Options, answer, in_kernel, is_asked
 from flatout.model.errors import FlatoutError, TraceError
-from flatout.model.records import GradientExchange, OptimizerFacts, OwnCost, ParallelFacts
+from flatout.model.records import GradientExchange, OwnCost, ParallelFacts
 from flatout.redact import redact_text
 from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
 from flatout.trace.downsample import LightSteps
@@ -149,7 +149,7 @@ class Recording:
         self._exchange: GradientExchange | None = None
         self._parallel: ParallelFacts | None = None
         self._last_optimizer: Callable[[], Any] = lambda: None  # weak: its parameters may be many
-        self._optimizer_facts = OptimizerFacts()
+        self._optimizer_facts: dict[str, Any] = {}
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self._xray: XraySchedule | None = None
         self._bounded: BoundedRun | None = None

@@ -108,8 +108,7 @@ class RootModules:
 
     def _stop_timing(self) -> None:
         for module in self.made:
-            mark = vars(module).get("_compiled_call_impl")
-            if isinstance(mark, _Mark):
+            if (mark := _mark_of(module)) is not None:
                 mark.timed = False
                 mark.take_off_if_idle()
 
@@ -140,7 +139,7 @@ class RootModules:
                 self._time_called(part)
 
     def _time_module(self, module: Any) -> None:
-        mark = _mark_of(module) or _Mark.put(self, module)
+        mark = _mark_of(module) or _Mark(self, module)
         mark.timed, mark.called = True, False
         mark.trained = any(id(p) in self._trained for p in module.parameters())
 
@@ -198,7 +197,7 @@ class RootModules:
         mark = _mark_of(module)
         if mark is None and isinstance(vars(module).get("_compiled_call_impl"), torch.jit.ScriptModule):
             return
-        mark = mark or _Mark.put(self, module)
+        mark = mark or _Mark(self, module)
         mark.armed = True
 
     def _disarm(self, module: Any) -> bool:
@@ -250,23 +249,17 @@ class RootModules:
 
 
 class _Mark:
-    """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes None."""
+    """Stands where a module keeps its compiled call, around what was there. Pickled or copied, it becomes None."""
 
     __slots__ = ("_module", "_roots", "armed", "called", "changed", "inner", "timed", "trained")
 
-    def __init__(self, roots: RootModules, module: Any, inner: Any) -> None:
+    def __init__(self, roots: RootModules, module: Any) -> None:
         self._roots = roots
         self._module = weakref.ref(module)
-        self.inner = inner
+        self.inner = vars(module).get("_compiled_call_impl")
         self.timed = self.trained = self.called = self.armed = False
         self.changed: Call | None = None
-
-    @classmethod
-    def put(cls, roots: RootModules, module: Any) -> _Mark:
-        """A mark on a module, around what it calls now."""
-        mark = cls(roots, module, vars(module).get("_compiled_call_impl"))
-        vars(module)["_compiled_call_impl"] = mark
-        return mark
+        vars(module)["_compiled_call_impl"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

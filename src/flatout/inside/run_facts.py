@@ -3,7 +3,6 @@ hand. It looks, and changes nothing."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import platform
@@ -19,33 +18,32 @@ from flatout.inside.stacks import caller
 from flatout.model.records import (
     Facts,
     GradientExchange,
-    OptimizerFacts,
     ParallelFacts,
     ProcessGroup,
     WrittenAttention,
 )
 
 
-def optimizer_facts(optimizer: Any) -> OptimizerFacts:
+def optimizer_facts(optimizer: Any) -> dict[str, Any]:
     """The optimizer and what it trains, as they are now."""
     groups = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
-    return OptimizerFacts(
-        optimizer=type(optimizer).__name__,
-        optimizer_fused=groups[0].get("fused"),
-        optimizer_foreach=groups[0].get("foreach"),
-        learning_rate=float(groups[0]["lr"]) if "lr" in groups[0] else None,
-        parameters=sum(p.numel() for p in parameters),
-        parameter_dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-        devices=tuple(sorted({str(p.device) for p in parameters})),
-        channels_last=_channels_last(parameters),
-    )
+    return {
+        "optimizer": type(optimizer).__name__,
+        "optimizer_fused": groups[0].get("fused"),
+        "optimizer_foreach": groups[0].get("foreach"),
+        "learning_rate": float(groups[0]["lr"]) if "lr" in groups[0] else None,
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_dtypes": tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+        "devices": tuple(sorted({str(p.device) for p in parameters})),
+        "channels_last": _channels_last(parameters),
+    }
 
 
-def in_force(optimizer: OptimizerFacts) -> Facts:
+def in_force(optimizer: dict[str, Any]) -> Facts:
     """Switches and machine, as they are now, with what is known of the optimizer."""
     return Facts(
-        **dataclasses.asdict(optimizer),
+        **optimizer,
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         matmul_precision=torch.get_float32_matmul_precision(),

@@ -24,7 +24,7 @@ from types import CodeType, TracebackType
 
 import torch
 
-from flatout.model.records import DECORATORS, WRAPPED_CALL, Frame, Stacks, StackTime
+from flatout.model.records import DECORATORS, WORKER_BEGINS, WRAPPED_CALL, Frame, Stacks, StackTime, function_name
 from flatout.redact import redact_text
 
 DENSE_S, DENSE_EVERY_S, SPARSE_EVERY_S = 10.0, 0.01, 0.125
@@ -54,8 +54,6 @@ _PASSES = {"torch/utils/checkpoint.py": "checkpoint", "torch/nn/parallel/data_pa
 _LAUNCHERS = ("torch", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "ipykernel")
 # A process that runs one of these only starts trainings and waits for them.
 _STARTS_OTHERS = ("torch/distributed/run.py", "accelerate/commands/launch.py", "deepspeed/launcher/launch.py")
-# Where a loader worker begins; what lies outside is the training process that was forked.
-_WORKER_BEGINS = ("torch/utils/data/_utils/worker.py", "flatout/feed/worker.py")
 
 
 class StackSampler:
@@ -224,7 +222,7 @@ def shown(stack: Iterable[Line]) -> tuple[Line, ...]:
     library: list[Line] = []  # inside the innermost line of the user's
     for line in stack:
         filename = line[0].co_filename
-        if filename.endswith(_WORKER_BEGINS):
+        if filename.endswith(WORKER_BEGINS):
             break
         if line[0].co_name == WRAPPED_CALL:
             continue
@@ -285,12 +283,7 @@ def _frame(code: CodeType, number: int) -> Frame:
 
 
 def _function(code: CodeType) -> str:
-    """The name of a function; a comprehension has that of the function around it."""
-    name: str = getattr(code, "co_qualname", code.co_name)
-    parts = [part for part in name.split(".") if part != "<locals>"]
-    while len(parts) > 1 and parts[-1].startswith("<"):
-        parts.pop()
-    return ".".join(parts)
+    return function_name(getattr(code, "co_qualname", code.co_name))
 
 
 def _path(filename: str) -> str:

@@ -26,7 +26,7 @@ from tempfile import TemporaryFile
 from flatout.files import write_whole
 from flatout.model.errors import UsageError
 from flatout.model.formatting import exit_in_words, printable
-from flatout.model.records import ExactLines, Frame, Record, RunInfo, StackCount, encode
+from flatout.model.records import WORKER_BEGINS, ExactLines, Frame, Record, RunInfo, StackCount, encode, function_name
 from flatout.redact import redact_text
 from flatout.sample.process import descendants
 from flatout.trace.reader import from_json
@@ -41,8 +41,6 @@ _LARGEST_SOURCE = 10_000_000
 # A line of its output: PROCESS;thread (4711): MainThread;FRAME;FRAME 12. Commands of processes may hold semicolons.
 _STACK = re.compile(r"(?:.*;)?thread \((\d{1,9})\)(?:: ([^;]*))?;(.*) (\d{1,9})")
 _FRAME = re.compile(r"(.+) \((.+):(\d{1,9})\)")
-# Where a loader worker begins; what lies outside is the training process that was forked.
-_WORKER_BEGINS = ("torch/utils/data/_utils/worker.py", "flatout/feed/worker.py")
 _LIBRARIES = re.compile(r".*/(?:site|dist)-packages/|.*/lib(?:64)?/python3\.\d+/")
 _OURS = str(Path(__file__).parents[2]) + os.sep
 
@@ -187,7 +185,7 @@ class _PySpy:
         own = shown == file and not file.startswith("<")
         source = redact_text(self._source(file, number)) if own else None
         where = f"{redact_text(shown.removeprefix(self._folder))}:{number}"
-        return Frame(where=where, function=_without_inner(function), own=own, source=source or None)
+        return Frame(where=where, function=function_name(function), own=own, source=source or None)
 
     def _source(self, file: str, number: int) -> str:
         """One line of a file that has not changed since the training began."""
@@ -207,17 +205,9 @@ def main_threads(lines: Iterable[str], rank_pid: int) -> tuple[Counts, Counts]:
         thread, name, pieces, looks = found.groups()
         frames = map(_FRAME.fullmatch, pieces.split(";")[-_DEEPEST:])
         stack = tuple((frame[1], frame[2], int(frame[3])) for frame in frames if frame)
-        begins = [depth for depth, (_, file, _) in enumerate(stack, 1) if file.endswith(_WORKER_BEGINS)]
+        begins = [depth for depth, (_, file, _) in enumerate(stack, 1) if file.endswith(WORKER_BEGINS)]
         if begins and name == "MainThread":
             workers[stack[begins[-1] :]] += int(looks)
         elif int(thread) == rank_pid:
             training[stack] += int(looks)
     return training, workers
-
-
-def _without_inner(name: str) -> str:
-    """The name of a function; a comprehension has that of the function around it."""
-    parts = [part for part in name.split(".") if part != "<locals>"]
-    while len(parts) > 1 and parts[-1].startswith("<"):
-        parts.pop()
-    return ".".join(parts)

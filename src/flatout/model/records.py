@@ -138,8 +138,8 @@ class OwnCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerFacts:
-    """The optimizer and what it trains."""
+class Facts:
+    """Everything that was in force, as it was at the end of the run: the optimizer and what it trains first."""
 
     optimizer: str | None = None
     optimizer_fused: bool | None = None
@@ -149,12 +149,6 @@ class OptimizerFacts:
     parameter_dtypes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     channels_last: bool | None = None  # None: no convolutions that could tell
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts(OptimizerFacts):
-    """Everything that was in force, as it was at the end of the run."""
-
     cudnn_benchmark: bool | None = None
     deterministic: bool | None = None
     matmul_precision: str | None = None
@@ -429,6 +423,16 @@ class ProcessSample:
 # Files of torch that only stand around its functions: `zero_grad` was called, not `inner`. Stacks leave them out.
 WRAPPED_CALL = "flatout_call"  # a frame of ours that bears a line of the user's, for PyTorch's warnings
 DECORATORS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_contextlib.py")
+# Where a loader worker begins; what lies outside is the training process that was forked.
+WORKER_BEGINS = ("torch/utils/data/_utils/worker.py", "flatout/feed/worker.py")
+
+
+def function_name(qualified: str) -> str:
+    """The name of a function as stacks have it; a comprehension has that of the function around it."""
+    parts = [part for part in qualified.split(".") if part != "<locals>"]
+    while len(parts) > 1 and parts[-1].startswith("<"):
+        parts.pop()
+    return ".".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
