@@ -40,7 +40,6 @@ from flatout.trace.downsample import LightSteps
 if TYPE_CHECKING:
     from flatout.feed.scheduler import BatchScheduler
     from flatout.inside.changes.applied import Applied
-    from flatout.inside.live import LiveTurns
     from flatout.inside.start import Settings
     from flatout.inside.trial import BoundedRun, Ceiling
     from flatout.inside.tune import Tuner
@@ -85,7 +84,7 @@ class Process:
         if self.applied is None and (ledger.changes or options.trial is not None):
             from flatout.inside.changes.applied import Applied  # seldom needed, and not small
 
-            self.applied = Applied(options, ledger, _rank_and_world_size, self.patches, self.roots)
+            self.applied = Applied(options, ledger, run_facts.ranks, self.patches, self.roots)
         return self.applied
 
     def _stand_aside(self) -> None:
@@ -159,7 +158,7 @@ class Recording:
         if options.xray and with_cuda:
             from flatout.inside.xray import XraySchedule
 
-            self._xray = XraySchedule(self.recorder, self._write, self._note, at_the_end=bounded)
+            self._xray = XraySchedule(self.recorder, self._write, self.note, at_the_end=bounded)
         self._time = process.patches.subscriber(Stage.TIME, self._fail)
         Timing(self._time, process.roots, self.recorder, self).install()
         self.attention = run_facts.AttentionWatch(process.patches)
@@ -172,7 +171,9 @@ class Recording:
         if bounded:
             self._bound()
         if options.tune and process.applied is not None:
-            self._tuner = self._make_tuner(process.applied)
+            from flatout.inside.tune import Tuner
+
+            self._tuner = Tuner(process.applied, self)
         self.stacks = StackSampler(
             lambda: self.recorder.thread,
             lambda: self.recorder.phase,
@@ -188,36 +189,14 @@ class Recording:
         """This run has an end, and may have a ceiling to measure."""
         from flatout.inside.trial import BoundedRun
 
-        turns = self._turns_of_changes()
-        self._bounded = BoundedRun(self.options, self.recorder, self._xray, alone=_is_alone, turns=turns)
+        self._bounded = BoundedRun(self.options, self.recorder, self._xray, self._process.applied)
         self.ceiling = self._bounded.ceiling
         if self.ceiling is not None:
             changes = self._process.patches.subscriber(Stage.CHANGE, self._time.failed)
             self.ceiling.install(changes)
             self._time.on_leaving(changes.leave)
 
-    def _turns_of_changes(self) -> LiveTurns | None:
-        """The changes that this trial decides in turns."""
-        trial, applied = self.options.trial, self._process.applied
-        if trial is None or applied is None or not trial.turns or not _is_alone():
-            return None
-        from flatout.inside.live import LiveTurns
-
-        return LiveTurns(applied, trial.turns, self.options.folder)
-
-    def _make_tuner(self, applied: Applied) -> Tuner:
-        from flatout.inside.tune import Tuner
-
-        return Tuner(
-            applied,
-            self._feeds_in_use,
-            own=self.recorder.as_own,
-            note=self._note,
-            folder=lambda: self.folder,
-            ranks=_rank_and_world_size,
-        )
-
-    def _feeds_in_use(self) -> list[BatchScheduler]:
+    def feeds_in_use(self) -> list[BatchScheduler]:
         """What makes the batches of the loaders that training reads from at present, where that is flatout's."""
         from flatout.feed.loader import feed_of
 
@@ -236,7 +215,7 @@ class Recording:
         """A loader is about to begin a pass, and perhaps to start its workers."""
         warn_of_workers(loader)
         self._loaders_by_number[number] = loader
-        os.environ[RANK] = str(_rank_and_world_size()[0])  # its workers write beside the rank they belong to
+        os.environ[RANK] = str(run_facts.ranks()[0])  # its workers write beside the rank they belong to
         self.loaders.pass_begins(number, loader)
 
     def step_ended(self, optimizer: Any) -> None:
@@ -295,7 +274,7 @@ class Recording:
             answer(self.options.folder, doing)
 
     def _open_trace(self) -> None:
-        rank, world_size = _rank_and_world_size()
+        rank, world_size = run_facts.ranks()
         info = RunInfo(
             name=self.options.name,
             command=self.options.command if in_kernel() else tuple(sys.orig_argv),
@@ -361,7 +340,8 @@ class Recording:
         writing_us = (self._writer.busy_s if self._writer is not None else 0.0) / steps * 1e6
         return OwnCost(us_per_step=measuring_us + writing_us, measuring_us=measuring_us, writing_us=writing_us)
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Write a note into the trace."""
         self._write(Note(time_s=time.monotonic(), text=text))
 
     def _write(self, record: Any) -> None:
@@ -403,18 +383,18 @@ class Recording:
             self._xray.finish()
         applied = self._process.applied
         if applied is not None:
-            applied.finish(writer.path.with_name(f"proof-{_rank_and_world_size()[0]:05d}.jsonl"))
+            applied.finish(writer.path.with_name(f"proof-{run_facts.ranks()[0]:05d}.jsonl"))
         self._write_facts()
         if applied is not None and self._tuner is None:  # which has said what it decided
             for entry in applied.ledger.entries():
                 if not entry.applied:
-                    self._note(f"{entry.name} was not changed: {entry.how}")
+                    self.note(f"{entry.name} was not changed: {entry.how}")
 
     def _fail(self, problem: BaseException) -> None:
         what = str(problem) if isinstance(problem, FlatoutError) else f"{type(problem).__name__}: {problem}"
         text = f"flatout stopped measuring: {redact_text(what)}; training goes on"
         print(text, file=sys.stderr)
-        self._note(text)
+        self.note(text)
 
     def abandon(self) -> None:
         """Take everything off and write nothing more: this is another process."""
@@ -424,19 +404,6 @@ class Recording:
     def _take_off(self) -> None:
         self.stacks.stop()
         self._time.leave()
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    """This process among those that train together, as torch or the launcher's environment says."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0
-    world_size = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) or 1
-    return int(rank), int(world_size)
-
-
-def _is_alone() -> bool:
-    return _rank_and_world_size()[1] == 1
 
 
 def _first_free(folder: Path, info: RunInfo) -> TraceWriter:

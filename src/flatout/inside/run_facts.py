@@ -60,6 +60,15 @@ def in_force(optimizer: dict[str, Any]) -> Facts:
     )
 
 
+def ranks() -> tuple[int, int]:
+    """This process among those that train together, and how many there are, as torch or the environment says."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0
+    world_size = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) or 1
+    return int(rank), int(world_size)
+
+
 def _distributed() -> ProcessGroup | None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None

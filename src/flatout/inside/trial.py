@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flatout.inside.live import LiveTurns
 from flatout.inside.patches import Subscriber
 from flatout.inside.recorder import HELD, Recorder
+from flatout.inside.run_facts import ranks
 from flatout.inside.timing import tensors_in
 from flatout.launch.protocol import MOST_STEPS, Options
 from flatout.model.stats import BLOCKS, FEW_STEPS, block_means, error_of, half_width
 
 if TYPE_CHECKING:
-    from flatout.inside.live import LiveTurns
+    from flatout.inside.changes.applied import Applied
     from flatout.inside.xray import XraySchedule
 
 _WARM_UP_S = 9.0  # of a trial, at most
@@ -42,22 +44,20 @@ class BoundedRun:
         options: Options,
         recorder: Recorder,
         xray: XraySchedule | None,
-        *,
-        alone: Callable[[], bool],
-        turns: LiveTurns | None = None,
+        applied: Applied | None,
     ) -> None:
         self._recorder = recorder
         self._xray = xray
-        self._turns = turns
-        self._progress = TrialProgress(options, alone=alone)
+        self._progress = TrialProgress(options)
+        self.step_begins = self._progress.step_begins
         self._leash = Leash(_AHEAD)
+        trial = options.trial
+        self._turns: LiveTurns | None = None
+        if applied is not None and trial is not None and trial.turns and _is_alone():
+            self._turns = LiveTurns(applied, trial.turns, options.folder)
         self.ceiling: Ceiling | None = None
-        if options.trial is None or not options.trial.fingerprints:
+        if trial is None or not trial.fingerprints:
             self.ceiling = Ceiling(recorder.train_loaders)
-
-    def step_begins(self) -> None:
-        """The next step begins."""
-        self._progress.step_begins()
 
     def step_ended(self) -> None:
         """A step is over. Where the GPU is slower than the host, its pace is measured."""
@@ -106,8 +106,7 @@ class TrialProgress:
     Batches that lay ready at the start would show a loader faster than it is: they are used up first.
     """
 
-    def __init__(self, options: Options, *, alone: Callable[[], bool]) -> None:
-        self._alone = alone  # the only rank: others would have to agree
+    def __init__(self, options: Options) -> None:
         self._steps = options.max_steps or 0
         self._trial = options.trial
         self._took_s: list[float] = []
@@ -132,11 +131,11 @@ class TrialProgress:
         """Whether the step before still used batches that lay ready."""
         timed = self._trial is not None and not self._trial.fingerprints
         soon = not self._began_s or time.monotonic() - self._began_s < _WARM_UP_S
-        return timed and steps < batches_ready and (soon or not self._alone())
+        return timed and steps < batches_ready and (soon or not _is_alone())
 
     def is_over(self) -> bool:
         """Whether the steps are there and, in a process of its own, the time is."""
-        if self._trial is None or not self._alone():
+        if self._trial is None or not _is_alone():
             return self._measured >= self._steps
         if self._measured < self._steps:
             return self._measured >= FEW_STEPS and self._trained_s >= self._trial.enough_s
@@ -158,10 +157,15 @@ class TrialProgress:
     @functools.cached_property
     def is_worth_a_look(self) -> bool:
         """Whether the steps were fast enough; the later ones count, as loaders have to settle."""
-        if self._trial is None or self._trial.look_below_s is None or not self._alone():
+        if self._trial is None or self._trial.look_below_s is None or not _is_alone():
             return True
         later = self._took_s[len(self._took_s) // 2 :]
         return bool(later) and sum(later) / len(later) < self._trial.look_below_s
+
+
+def _is_alone() -> bool:
+    """Whether this is the only rank: others would have to agree."""
+    return ranks()[1] == 1
 
 
 class Leash:

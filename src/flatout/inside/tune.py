@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from flatout.files import write_whole
 from flatout.inside.live import LiveTurns
 from flatout.inside.recorder import CHECKPOINT, DATA, EVALUATION, GC, OWN, START
+from flatout.inside.run_facts import ranks
 from flatout.launch.protocol import TUNED
 from flatout.model.plan import Outcome, Plan
 from flatout.model.records import AppliedChange
@@ -34,6 +34,7 @@ from flatout.trace.downsample import LightSteps
 if TYPE_CHECKING:
     from flatout.feed.scheduler import BatchScheduler
     from flatout.inside.changes.applied import Applied
+    from flatout.inside.recording import Recording
 
 LOADER, PREFETCH, FREEZE, PAGE_LOCKED = "loader", "device_prefetch", "gc_freeze", "pin_memory"
 
@@ -110,28 +111,11 @@ Work = Generator[None, None, None]  # goes on after each step
 
 
 class Tuner:
-    """Decides between steps. What it raises ends the tuning, and nothing else.
+    """Decides between steps. What it raises ends the tuning, and nothing else."""
 
-    `feeds`: the schedulers behind the loaders that training reads from at present. `own` does something on flatout's
-    account of the time; `note` writes a note into the trace, which is in `folder`.
-    """
-
-    def __init__(
-        self,
-        applied: Applied,
-        feeds: Callable[[], list[BatchScheduler]],
-        *,
-        own: Callable[[Callable[[], object]], None],
-        note: Callable[[str], None],
-        folder: Callable[[], Path],
-        ranks: Callable[[], tuple[int, int]],
-    ) -> None:
-        self._applied = applied
-        self._feeds_in_use = feeds
-        self._own = own
-        self._note = note
-        self._folder = folder
-        self._ranks = ranks
+    def __init__(self, applied: Applied, recording: Recording) -> None:
+        self._applied, self._recording = applied, recording
+        self._own, self._note = recording.recorder.as_own, recording.note
         self._feeds: list[BatchScheduler] = []
         self._workers: list[int] = []  # of each feed
         self._hold = True
@@ -170,7 +154,7 @@ class Tuner:
         for name in (PREFETCH, FREEZE):
             self._applied.switch(name, on=False)
         yield from self._steps(lambda steps: len(steps.walls_s) >= _COLD_STEPS)
-        alone = self._ranks()[1] == 1
+        alone = ranks()[1] == 1
         yield from self._decide_loader(compare=alone)
         if alone:
             yield from self._decide_prefetch()
@@ -233,7 +217,7 @@ class Tuner:
         """In turns, where batches go to a GPU."""
         if self._applied.why_not_made(PREFETCH):
             return
-        turns = LiveTurns(self._applied, (PREFETCH,), self._folder())
+        turns = LiveTurns(self._applied, (PREFETCH,), self._recording.folder)
         while turns.step_ended():
             yield
         result = turns.results[0]
@@ -262,7 +246,7 @@ class Tuner:
         self.wants_every_step = True
         self._tell(f"{why}: the loader is decided again")
         self._applied.hand_back_loaders("")
-        while not self._feeds_in_use():  # PyTorch's makes the rest of this pass
+        while not self._recording.feeds_in_use():  # PyTorch's makes the rest of this pass
             yield
         self._follow_loaders()
         yield from self._decide_loader(compare=True)
@@ -320,7 +304,7 @@ class Tuner:
 
     def _follow_loaders(self) -> None:
         """The controllers may have changed their numbers; a loader that the script makes again gets the last one's."""
-        feeds = self._feeds_in_use()
+        feeds = self._recording.feeds_in_use()
         for feed, workers in zip(feeds, self._workers, strict=False):
             if feed not in self._feeds:
                 self._own(functools.partial(feed.resize, workers, hold=self._hold))
@@ -355,14 +339,14 @@ class Tuner:
     def _decide(self, name: str, text: str, *, kept: bool) -> None:
         self._decided[name] = kept, text
         self._tell(text)
-        if self._ranks()[0] == 0:
-            write_whole(self._folder() / TUNED, self.plan.json())
+        if ranks()[0] == 0:
+            write_whole(self._recording.folder / TUNED, self.plan.json())
 
     def _tell(self, text: str) -> None:
         """A note, and a line on stderr: one for all ranks."""
         text = f"step {self._ended}: {text}"
         self._note(text)
-        if self._ranks()[0] == 0:
+        if ranks()[0] == 0:
             with suppress(OSError, ValueError):
                 print(f"flatout: {text}", file=sys.stderr, flush=True)
 

@@ -29,8 +29,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def course(alone: bool = True, **trial: Any) -> TrialProgress:
-    return TrialProgress(Options(folder=Path(), name="train", max_steps=4, trial=Trial(**trial)), alone=lambda: alone)
+def course(**trial: Any) -> TrialProgress:
+    return TrialProgress(Options(folder=Path(), name="train", max_steps=4, trial=Trial(**trial)))
 
 
 def steps(course: TrialProgress, clock: Clock, count: int, step_s: float, *, measured: int) -> int:
@@ -90,7 +90,6 @@ def test_short_steps_end_at_a_number(clock: Clock) -> None:
 def test_of_slow_steps_a_few_that_have_taken_long_are_enough(clock: Clock, step_s: float, count: int) -> None:
     run = TrialProgress(
         Options(folder=Path(), name="train", max_steps=48, trial=Trial(at_least_s=6.0, enough_s=10.0)),
-        alone=lambda: True,
     )
     measured = 0
     while not run.is_over():
@@ -107,9 +106,10 @@ def test_batches_that_lay_ready_are_used_up_first_but_not_forever(clock: Clock) 
     assert not course(fingerprints=True).warms_up(0, batches_ready=30)
 
 
-def test_several_ranks_count_steps_alone(clock: Clock) -> None:
+def test_several_ranks_count_steps_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their clocks differ, and they have to do the same."""
-    run = course(alone=False, at_least_s=1e9, look_below_s=0.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = course(at_least_s=1e9, look_below_s=0.0)
     steps(run, clock, 3, 6.0, measured=0)
     assert run.warms_up(3, batches_ready=30)
     assert not run.is_over()

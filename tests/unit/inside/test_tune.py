@@ -57,7 +57,6 @@ class Training:
         step: Callable[[int], tuple[float, float]],
         feed: Feed | None,
         *,
-        ranks: tuple[int, int] = (0, 1),
         refused: dict[str, str] | None = None,
     ) -> None:
         self.step, self.feed, self.folder = step, feed, folder
@@ -74,14 +73,13 @@ class Training:
             hand_back_loaders=lambda why: setattr(self, "handed_back", why),
         )
         feeds: Any = lambda: [self.feed] if self.feed is not None else []  # noqa: E731
-        self.tuner = Tuner(
-            applied,
-            feeds,
-            own=lambda action: action(),
+        recording: Any = SimpleNamespace(
+            feeds_in_use=feeds,
+            recorder=SimpleNamespace(as_own=lambda action: action()),
             note=self.notes.append,
-            folder=lambda: folder,
-            ranks=lambda: ranks,
+            folder=folder,
         )
+        self.tuner = Tuner(applied, recording)
 
     def train(self, seconds: float) -> None:
         """Train for so long."""
@@ -257,10 +255,12 @@ def test_a_loader_made_again_gets_the_number_of_the_last_one(tmp_path: Path) -> 
 
 
 def test_of_several_ranks_each_loader_chooses_and_nothing_is_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     feed = Feed(1, likes=4)
-    training = Training(tmp_path, starving, feed, ranks=(1, 2))
+    training = Training(tmp_path, starving, feed)
     training.train(60)
     assert (feed.workers, feed.held) == (4, False)
     assert any("4 workers in place of 1, chosen by the loader (ranks are not compared)" in n for n in training.notes)
