@@ -27,7 +27,7 @@ _ROUNDING = "TORCHINDUCTOR_EMULATE_PRECISION_CASTS"
 def load_when_used() -> None:
     """Put the placeholder in place, unless the compiler is loaded already."""
     if _NAME not in sys.modules:
-        sys.modules[_NAME] = torch._dynamo = _Placeholder()  # type: ignore[assignment]
+        sys.modules[_NAME] = torch._dynamo = _Placeholder()
 
 
 def round_as_eager() -> None:
