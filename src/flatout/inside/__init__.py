@@ -1,4 +1,4 @@
-"""INSIDE: how flatout gets into a training process by the environment alone, and what it does there.
+"""INSIDE: how flatout gets into a training process, by the environment alone, and what it does there.
 
     launch sets FLATOUT_RUN ──► path/sitecustomize.py (PYTHONPATH) or flatout.pth (installed beside flatout)
                                    └─► start.start()   waits for `import torch`; inert without it

@@ -2,12 +2,10 @@
 
     timing ──push/pop/fetched/stepped──► Recorder ──Step──► emit
 
-`push` and `pop` cut the time line, and each piece belongs to the innermost phase; between phases it is `loss` after
-a forward pass, `rest` elsewhere. In steps that are looked at closely, every cut drops an event into the GPU's queue.
-In the others (`light`) what is computed is one piece, `unsplit`, and the commonest events only go on a tape: between
-two steps the processor forgets our code, which then costs ten times what it costs in a loop.
-
-Nothing here imports torch, waits for the GPU, or does I/O.
+`push` and `pop` cut the time line, and each piece belongs to the innermost phase. In steps that are looked at closely,
+every cut drops an event into the GPU's queue. In the others (`light`) what is computed is one piece, and the commonest
+events only go on a tape: between two steps the processor forgets our code, which then costs ten times what it costs in
+a loop. Nothing here imports torch, waits for the GPU, or does I/O.
 """
 
 from __future__ import annotations
@@ -108,8 +106,8 @@ class Recorder:
         self._waiting: deque[_OpenStep | LightSteps] = deque()
         self.thread = get_ident()
         self._optimizers = _Cycle()
-        self._evaluation = _Evaluation()
-        self.train_loaders = self._evaluation.train_loaders
+        self.evaluation = _Evaluation()
+        self.train_loaders = self.evaluation.train_loaders
         self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
         self.tape: list[Event] = []  # of light steps; the wrappers write on it
         self.waiting = False  # for a batch, in a light step
@@ -132,11 +130,6 @@ class Recorder:
         self._stack.clear()
 
     @property
-    def loaders_side_by_side(self) -> int:
-        """How many loaders training reads from at the same time."""
-        return self._evaluation.side_by_side
-
-    @property
     def busy(self) -> bool:
         """Whether the thread is in a named phase, or in a wait that goes on the tape."""
         return self.waiting or bool(self._stack)
@@ -151,7 +144,7 @@ class Recorder:
             phase = self._stack[-1][0]
         if self.waiting:
             phase = DATA
-        evaluates = self._evaluation.on or self._evaluation.is_sure
+        evaluates = self.evaluation.on or self.evaluation.is_sure
         return EVALUATION if evaluates and phase in _PART_OF_EVALUATION else phase
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
@@ -187,7 +180,7 @@ class Recorder:
         name = self._stack.pop()[0] if self._stack else REST
         if not self._stack:
             self._between = REST
-            if name == FORWARD and not self._evaluation.suspected:
+            if name == FORWARD and not self.evaluation.suspected:
                 self._between = LOSS
         self.own_s += self.clock() - now_s
 
@@ -196,16 +189,16 @@ class Recorder:
     def fetching(self, loader: int, learns: bool = True) -> None:
         """A batch is being asked of `loader`, with gradients switched on or off."""
         self.push(DATA, None, loader)
-        if self._evaluation.shown_by_fetch(loader, learns=learns):
+        if self.evaluation.shown_by_fetch(loader, learns=learns):
             self._call_it_evaluation()
-        self._evaluation.asked(loader, learns=learns)
+        self.evaluation.asked(loader, learns=learns)
 
     def fetched(self, samples: int | None) -> None:
         """The batch has come, or the loader is at its end (None)."""
         loader = self._stack[-1][2] if self._stack else None
         self.pop()
         if samples is not None and loader is not None:
-            self._evaluation.took(loader, samples)
+            self.evaluation.took(loader, samples)
 
     def look_closely(self) -> None:
         """Something other than plain training begins: split the rest of this step."""
@@ -220,7 +213,7 @@ class Recorder:
         tape, whole = self.tape, self._whole
         self.tape, self._whole = [], 0
         begun = 0  # events of a step that has pieces already
-        if whole and (self._open.pieces or self._open.micro_steps or not self._evaluation.undisturbed):
+        if whole and (self._open.pieces or self._open.micro_steps or not self.evaluation.undisturbed):
             begun = next(place for place, event in enumerate(tape, 1) if type(event) is float)
         self._play_one_by_one(tape[:begun])
         if begun < whole:
@@ -244,7 +237,7 @@ class Recorder:
                 self._cut(max(end_s, self._cut_s))  # a collection may have come in between
                 self._stack.pop()
                 if samples is not None:
-                    self._evaluation.took(loader, samples)
+                    self.evaluation.took(loader, samples)
 
     def _hand_on(self, events: list[Event]) -> None:
         """Whole steps in which nothing else happened need no pieces."""
@@ -254,7 +247,7 @@ class Recorder:
         self._closed += sum(type(event) is float for event in events)
         self._cut_s = events[-1]  # type: ignore[assignment]
         self._open = _OpenStep(self._cut_s, closely=False)
-        self._evaluation.since = 0
+        self.evaluation.since = 0
 
     def forward(self, *, learns: bool, training: bool, trained: bool = True) -> None:
         """A root module is called; `learns`: with gradients, `trained`: by an optimizer."""
@@ -264,7 +257,7 @@ class Recorder:
         if learns and training:
             self._settle()
         elif alone:
-            self._evaluation.suspect(surely=trained and not training and not learns)
+            self.evaluation.suspect(surely=trained and not training and not learns)
 
     def backward(self, tensors: Any = None) -> None:
         """A backward pass begins, from a loss or several tensors."""
@@ -279,18 +272,18 @@ class Recorder:
 
     def _settle(self) -> None:
         """What has been going on is training: its batches count."""
-        if self._evaluation.is_sure:
+        if self.evaluation.is_sure:
             self._call_it_evaluation()
-        samples = self._evaluation.settle(len(self._open.pieces))
+        samples = self.evaluation.settle(len(self._open.pieces))
         if samples:
             self._open.samples = (self._open.samples or 0) + samples
 
     def _call_it_evaluation(self) -> None:
         """What came since training's last phase was evaluation, from the first batch or forward pass on."""
-        pieces, since = self._open.pieces, self._evaluation.since
+        pieces, since = self._open.pieces, self.evaluation.since
         begun = False
         for piece in pieces[since:]:
-            is_trainings = self._evaluation.is_trainings_batch(piece.loader)
+            is_trainings = self.evaluation.is_trainings_batch(piece.loader)
             begun = begun or (piece.name in _BEGINS and not is_trainings)
             if begun and not is_trainings and piece.name in _PART_OF_EVALUATION:
                 piece.name, piece.where, piece.loader = EVALUATION, None, None
@@ -301,7 +294,7 @@ class Recorder:
             else:
                 joined.append(piece)
         pieces[:] = joined
-        self._evaluation.called(len(pieces))
+        self.evaluation.called(len(pieces))
 
     # -- steps
 
@@ -328,7 +321,7 @@ class Recorder:
         elif closes:
             self._end_step()
         elif not self.light:
-            self._evaluation.since = len(self._open.pieces)
+            self.evaluation.since = len(self._open.pieces)
         return closes
 
     def _end_step(self) -> None:
@@ -343,7 +336,7 @@ class Recorder:
         self.own_s += self.clock() - now_s
 
     def _begin_step(self) -> None:
-        self.light = self.steps < self._closely_at and self._evaluation.undisturbed
+        self.light = self.steps < self._closely_at and self.evaluation.undisturbed
         self._open.closely = not self.light
         self.marking = self._gpu is not None and not self.light
         if not self.light and self.steps >= self._sampling.at_first:
@@ -354,7 +347,7 @@ class Recorder:
         self._send()
 
     def set_kind(self, kind: str) -> None:
-        """Say what the open step is, where it is not plain training: xray, replay, resident …"""
+        """Say what the open step is, where it is not plain training: xray, replay …"""
         if self.light:
             self.look_closely()
         self._open.kind = kind
@@ -364,7 +357,7 @@ class Recorder:
         self._play()
         self.marking = self.light = False
         self._cut(self.clock())
-        if self._evaluation.suspected:  # and no training followed
+        if self.evaluation.suspected:  # and no training followed
             self._call_it_evaluation()
         self._open.kind = "tail"
         self._close()
@@ -379,7 +372,7 @@ class Recorder:
             if self.light:
                 name = UNSPLIT
         quiet = name in QUIET
-        evaluation, pieces = self._evaluation, self._open.pieces
+        evaluation, pieces = self.evaluation, self._open.pieces
         if evaluation.on and name in _PART_OF_EVALUATION:
             name, where, loader = EVALUATION, None, None
         mark = self._mark() if self.marking else None
@@ -412,7 +405,7 @@ class Recorder:
     def _close(self) -> None:
         step = self._open
         self._open = _OpenStep(self._cut_s, closely=not self.light)
-        self._evaluation.since = 0
+        self.evaluation.since = 0
         step.index, step.end_s = self._closed, self._cut_s
         self._waiting.append(step)
         self._closed += 1
@@ -446,12 +439,9 @@ class Recorder:
 
 
 class _Evaluation:
-    """Tells evaluation from training by what follows.
-
-    A forward pass without gradients may be a teacher's inside a step, or part of a validation: it is suspected. If a
-    training forward or a backward pass follows, it was part of training; if the same loader is asked for its next
-    batch, or training's loader comes back, it was evaluation.
-    """
+    """Tells evaluation from training by what follows a forward pass without gradients, which is suspected: with a
+    training forward or a backward pass it was part of training (a teacher), with the next batch of the same loader, or
+    of training's, it was evaluation."""
 
     def __init__(self) -> None:
         self.on = False

@@ -312,7 +312,7 @@ class Recording:
         facts = dataclasses.replace(
             run_facts.in_force(self._optimizer_facts),
             loaders=self.loaders.kinds(self.recorder.train_loaders),
-            loaders_side_by_side=self.recorder.loaders_side_by_side,
+            loaders_side_by_side=self.recorder.evaluation.side_by_side,
             autocast=tuple(sorted(self.autocast)) or ("None",),
             gradient_exchange=self._exchange,
             parallel=self._parallel,

@@ -1,13 +1,9 @@
-"""The modules a script calls: which they are, and what goes around each call of one.
+"""The modules a script calls, and what goes around each call: a mark where a module keeps its compiled call.
 
-Every module is noted (weakly) when it is made. A mark stands where a module keeps its compiled call
-(`_compiled_call_impl`), which pickling and copying leave out.
-
-    timed    after the first step, the modules that are part of no other; the parts of those that are never called
-             (a LightningModule). A hook on every layer would cost more than the layer.
-    changed  when an optimizer is made, every module that holds some of its parameters is armed. The outermost one that
-             is called is a root: its parts are disarmed, and a plan's changes go around its calls. What the script
-             compiles is disarmed first and, if it is a module, armed again as a whole.
+timed    after the first step, the modules that are part of no other; the parts of those that are never called
+         (a LightningModule). A hook on every layer would cost more than the layer.
+changed  when an optimizer is made, every module that holds some of its parameters is armed. The outermost one that
+         is called is a root: its parts are disarmed, and a plan's changes go around its calls.
 """
 
 from __future__ import annotations
@@ -87,7 +83,6 @@ class RootModules:
                 self.made.put(thing)
 
     def _note_all(self, user: Subscriber) -> None:
-        """Note every module that is made, until this user leaves."""
         for name in ("__init__", "__setstate__", "compile"):
             user.after(f"{_MODULE}.{name}", self._note)
 
@@ -113,7 +108,7 @@ class RootModules:
                 mark.take_off_if_idle()
 
     def find(self, optimizer: Any) -> None:
-        """Look at the modules: after the first steps, and ever more rarely when more were made."""
+        """Look for the modules to time: after the first steps, and ever more rarely when more were made."""
         self._looks += 1
         steps = self.recorder.steps
         if self._looks < _LOOKS:

@@ -204,8 +204,8 @@ _BEFORE_SOFTMAX = frozenset({
 class AttentionWatch:
     """Looks for a softmax over T×T scores, and the line it is called in; `found` is the longest.
 
-    It looks after the first step, for a few steps, and only where nothing is compiled: a compiler that has seen our
-    wrapper would compile again when it is taken off.
+    In the few steps after the first, and where nothing is compiled: a compiler that has seen our wrapper would compile
+    again when it is taken off.
     """
 
     def __init__(self, patches: Patches) -> None:

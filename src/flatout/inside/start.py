@@ -227,7 +227,6 @@ def start() -> None:
 
 
 def _turn_knobs() -> None:
-    """Change settings as they are read, if there are changes to make so."""
     if any(change.knob for change in _ledger.changes.values()):
         from flatout.inside.changes.knob_values import Knobs
 
@@ -269,7 +268,6 @@ def _require_torch(torch: Any) -> None:
 
 
 def _begin(options: Options, *, late: bool = False) -> Recording:
-    """Start recording; `late` where modules may have been made already."""
     from flatout.inside.recording import process
 
     process.patches.when_imported = when_imported

@@ -80,7 +80,6 @@ class Timing:
         time.patches.when_imported("torch._dynamo.eval_frame", _skip_our_code)
 
     def _install_phases(self) -> None:
-        """Time the calls in the table that are one phase each."""
         special: dict[str, Phase] = {
             "concurrent.futures._base.Future.result": lambda future, *_, **__: _when(
                 not (self._recorder.busy or future.done()), DATA
@@ -460,7 +459,6 @@ def _when(true: bool, phase: str) -> str | None:
 
 
 def _always(phase: str) -> Phase:
-    """Every call is of this phase."""
     return lambda *_, **__: phase
 
 
@@ -505,10 +503,8 @@ def _skip_our_code(eval_frame: Any) -> None:
 
 
 class CudaClock:
-    """Drops events into the stream a step began in, and reads the time between neighbours once they have passed.
-
-    It stays with that stream: a loader that copies ahead of time uses another one.
-    """
+    """Drops events into the stream a step began in (copies ahead of time go through another one), and reads the time
+    between neighbours once they have passed."""
 
     def __init__(self) -> None:
         self._pool: list[Any] = []

@@ -1,7 +1,7 @@
 """A training that tunes itself while it trains (`flatout run --tune`). No step is repeated, and none is lost.
 
     the loader as declared is measured ─► its controller chooses ─► measured again: kept, or taken back
-      ─► device prefetch, in turns (live.py) ─► garbage collections, by their pauses
+      ─► device prefetch, in turns (LiveTurns) ─► garbage collections, by their pauses
       ─► once a minute: has the bottleneck moved? Then the loader again
 
 Only changes that leave what is learned alone. With several ranks the controllers choose and nothing is compared: a rank
@@ -19,9 +19,9 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from flatout.files import write_whole
-from flatout.inside.live import LiveTurns
 from flatout.inside.recorder import CHECKPOINT, DATA, EVALUATION, GC, OWN, START
 from flatout.inside.run_facts import ranks
+from flatout.inside.trial import LiveTurns
 from flatout.launch.protocol import TUNED
 from flatout.model.plan import Outcome, Plan
 from flatout.model.records import AppliedChange

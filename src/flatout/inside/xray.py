@@ -117,10 +117,8 @@ class Profiler:
 
 
 class XraySchedule:
-    """When the X-ray is taken: once the run is warm, or `at_the_end` of a trial.
-
-    Slow steps need fewer, but at the end of a trial all ranks have to take as many.
-    """
+    """When the X-ray is taken: once the run is warm, with fewer steps where they are slow; or `at_the_end` of a trial,
+    where all ranks have to take as many."""
 
     def __init__(
         self, recorder: Recorder, write: Callable[[Xray], None], note: Callable[[str], None], *, at_the_end: bool

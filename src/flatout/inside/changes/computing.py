@@ -225,8 +225,7 @@ class Compile(RootChange):
         return call_compiled
 
     def _refuse_to_add_up(self, module: torch.nn.Module) -> None:
-        """End a run that adds gradients of several passes: CUDA graphs write over those of the pass before, and the
-        sum would be wrong without a word.
+        """End a run that adds up gradients: CUDA graphs write over those of the pass before, unseen.
 
         Only the parameter with the first gradient of all is looked at: some may never have one.
         """
@@ -244,10 +243,9 @@ class Compile(RootChange):
 
 
 class PrecisionChange(RootChange):
-    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, with a loss scale for fp16.
+    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, whose result is float32 again.
 
-    Autocast is never entered for the process: cached casts of weights would become stale. The result is
-    float32 again, so that the script's loss is computed as before.
+    Autocast is never entered for the process: cached casts of weights would become stale.
     """
 
     name = "precision"
@@ -417,9 +415,7 @@ def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> 
 
 class LossScale:
     """Scales losses before `backward`, and gradients back as they arrive: the script sees them in their true size.
-
-    A step whose gradients are not finite is skipped, and the scale halved; after many good ones it is doubled.
-    """
+    After a step whose gradients are not finite, which is skipped, the scale is halved; after many good ones doubled."""
 
     FIRST, GROW_AFTER = 2.0**16, 2000
 

@@ -84,11 +84,8 @@ class _Copy(NamedTuple):
 
 
 class DevicePrefetch(LiveChange):
-    """The change: `.to` and `.cuda` give copies that were begun before.
-
-    The script keeps its batch on the host. When it asks for that very tensor on that very device, unchanged, the copy
-    is the answer, once. Switched off, a batch that was fetched already is still handed out in its turn.
-    """
+    """The change: where the script asks for that very tensor of its batch on that very device, unchanged, the answer
+    is the copy that was begun, once. Switched off, a batch that was fetched is still handed out in its turn."""
 
     name = "device_prefetch"
 
@@ -201,11 +198,8 @@ def _fetch_next(call: Any, iterator: Any) -> Any:
 
 
 class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
-    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU.
-
-    A loop that reads its loss in every step leaves the GPU idle until the next one begins. So where every batch has
-    its step, the next batch is fetched at the end of that step, if it is ready; else when it is asked for.
-    """
+    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU: at the end of a step, where
+    every batch has one and it is ready (a loop that reads its loss leaves the GPU idle then), else when asked."""
 
     def __init__(self, inner: Any, side: SideStream, change: DevicePrefetch) -> None:
         # PyTorch's __init__ would draw random numbers.
@@ -314,7 +308,6 @@ def _can_be_copied(tensor: Any) -> bool:
 
 
 def _is_small(hosts: list[Any]) -> bool:
-    """Whether the script's own copies of these take little time."""
     if any(type(host) is not torch.Tensor for host in hosts) or sum(host.nbytes for host in hosts) >= SMALL_BYTES:
         return False
     return all(host.is_pinned() for host in hosts)

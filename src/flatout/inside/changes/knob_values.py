@@ -64,7 +64,6 @@ class Knobs:
     # -- Python config modules
 
     def _change_modules(self) -> None:
-        """Compile the config modules with other values in their assignments."""
         loader: Any = importlib.machinery.SourceFileLoader
         get_code = loader.get_code
 
@@ -94,7 +93,6 @@ class Knobs:
 
 
 def _assignments(body: list[ast.stmt], path: list[str]) -> Iterator[_Place]:
-    """Where the thing called `path` gets its value."""
     name, rest = path[0], path[1:]
     for statement in body:
         if isinstance(statement, ast.ClassDef) and statement.name == name and rest:

@@ -116,7 +116,6 @@ class Loading:
         init(loader, *args, **kwargs)
 
     def _changed(self, bound: inspect.BoundArguments) -> dict[str, Any]:
-        """The arguments to change, with those that have to follow."""
         without = {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "persistent_workers": False}
         given: dict[str, Any] = {**without, **bound.arguments}
         changed: dict[str, Any] = {}
