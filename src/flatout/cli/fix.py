@@ -66,7 +66,7 @@ def fix(
     """Make a training faster: try changes on your command, keep those that pay, prove that training stays the same.
 
     `flatout fix -- python train.py --epochs 90`. The command is run again and again for a few seconds, each time with
-    one more change; none of your files is written. The plan of what was kept is flatout-plan.yaml: train with it by
+    one more change; no run writes any of your files. The plan of what was kept is flatout-plan.yaml: train with it by
     `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far; go on with
     `flatout fix --resume -- python train.py --epochs 90`, after a crash or a spent budget too.
     """
