@@ -15,7 +15,6 @@ import contextlib
 import csv
 import importlib
 import itertools
-import math
 import os
 import pickle
 import re
@@ -23,9 +22,8 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -272,18 +270,13 @@ def _save(state: Any, path: Path) -> None:
 # ------------------------------------------------------------ losses, and where they are shown and written
 
 
-@dataclass(slots=True)
-class LossSummary:
-    """The losses of some steps; NaN and infinity are counted, not summed."""
+class Losses(NamedTuple):
+    """The losses of some steps."""
 
+    by_step: dict[int, float]
     then: dict[str, Any]  # what the caller noted when reading began
-    last_step: int
     samples: int
     seconds: float
-    total: float = 0.0
-    count: int = 0
-    bad: int = 0
-    first_bad: float = math.inf  # a step
 
 
 class LossLog:
@@ -293,7 +286,7 @@ class LossLog:
         self._kept: list[Tensor] = []
         self._last = self._samples = 0
         self._since: float | None = None
-        self._begun: tuple[LossSummary, Tensor, torch.cuda.Event | None] | None = None
+        self._begun: tuple[Tensor, torch.cuda.Event | None, int, dict[str, Any], int, float] | None = None
 
     def add(self, step: int, loss: Tensor, rows: int) -> bool:
         """One more; whether it is the first, which is no part of the speed: workers and the compiler start in it."""
@@ -316,25 +309,18 @@ class LossLog:
             values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
             event.record()
         now = time.monotonic()
-        self._begun = LossSummary(then, self._last, self._samples, max(now - self._since, 1e-9)), values, event
+        self._begun = values, event, self._last, then, self._samples, max(now - self._since, 1e-9)
         self._kept, self._samples, self._since = [], 0, now
 
-    def read(self) -> LossSummary | None:
+    def read(self) -> Losses | None:
         """The losses whose reading has begun."""
         if self._begun is None:
             return None
-        summary, values, event = self._begun
+        values, event, last, then, samples, seconds = self._begun
         self._begun = None
         if event is not None:
             event.synchronize()
-        for step, loss in enumerate(values.tolist(), summary.last_step + 1 - len(values)):
-            if math.isfinite(loss):
-                summary.total += loss
-                summary.count += 1
-            else:
-                summary.first_bad = min(summary.first_bad, step)
-                summary.bad += 1
-        return summary
+        return Losses(dict(enumerate(values.tolist(), last + 1 - len(values))), then, samples, seconds)
 
 
 Row = Mapping[str, float | int | None]

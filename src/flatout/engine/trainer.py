@@ -305,9 +305,11 @@ class Trainer:
             gc.collect()
             gc.freeze()
             self._frozen = True
-        total, count, samples = self.ranks.total([read.total, read.count, read.samples])
+        good = [loss for loss in read.by_step.values() if math.isfinite(loss)]
+        bad = [step for step, loss in read.by_step.items() if not math.isfinite(loss)]
+        total, count, samples = self.ranks.total([sum(good), len(good), read.samples])
         due, stop = self._due("minute"), self._interrupts.asked is not None
-        mine = [read.bad, -read.first_bad, stop, *(name in due for name in self._done_at)]
+        mine = [len(bad), -min(bad, default=math.inf), stop, *(name in due for name in self._done_at)]
         bad_steps, first_bad, stop_now, *due_now = self.ranks.highest(mine)
         self.skipped += int(bad_steps)
         row: dict[str, Any] = {"epoch": read.then["epoch"], "loss": None, "lr": read.then["lr"]}
@@ -318,7 +320,7 @@ class Trainer:
             row["samples_per_s"] = samples / read.seconds
             row["data_wait_pct"] = min(100.0, 100 * self._batches.waited_s / read.seconds)
         self._batches.waited_s = 0.0
-        self.reporter.trained(read.last_step, row)
+        self.reporter.trained(max(read.by_step), row)
         if bad_steps:
             self._not_a_number(int(-first_bad))
         if stop_now:

@@ -50,15 +50,21 @@ class UsersFiles:
         if self._overlay and (why := sandbox.refusal(self._box)):
             raise OverlayError(why)
         near, beyond = self._near.changed(), self._beyond.changed()
-        # Programs remove their shared memory when they end, so one beside the trial may have done it.
-        gone = [file for file in beyond if file.startswith("/dev/shm/") and not os.path.lexists(file)]
-        self._note(gone, "gone during a trial, by it or by another program", say)
+        others = [file for file in beyond if self._is_as_others_do(file)]
+        self._note(others, "new or gone during a trial, by it or by another program", say)
         if self._overlay:
             # Not the trial wrote there, but a person, another program, or a service that the script called.
             self._note(near, "changed during a trial, and not by it", say)
             near = []
-        if written := {*near, *beyond}.difference(gone):
+        if written := {*near, *beyond}.difference(others):
             raise RealWriteError(sorted(written))
+
+    def _is_as_others_do(self, file: str) -> bool:
+        """Whether it is what programs do all the time: make files elsewhere, and remove their shared memory."""
+        if file.startswith("/dev/shm/"):
+            return not (os.path.lexists(file) and self._beyond.had(file))
+        own = tuple(f"{folder}/" for folder in (*self._box.near, Path.home().resolve()))
+        return not file.startswith(own) and not self._beyond.had(file)
 
     def _note(self, files: Sequence[str], what: str, say: Callable[[str], None]) -> None:
         new = [file for file in files if file not in self._reported]
@@ -86,6 +92,11 @@ class Snapshot:
         found = (path for folder, before in self._seen.items() for path in self._changed_in(folder, before))
         paths = [path for path in found if _is_writable(path)]
         return sorted(self._without_others_work(paths)) if paths else []
+
+    def had(self, path: str) -> bool:
+        """Whether this file was there when the snapshot was taken."""
+        folder, name = os.path.split(path)
+        return name in self._seen.get(folder, {})
 
     def _changed_in(self, folder: str, before: Entries) -> Iterable[str]:
         after = _entries(folder) or {}

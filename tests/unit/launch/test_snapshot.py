@@ -150,7 +150,7 @@ def test_what_another_program_removes_from_shared_memory_ends_no_fix(tmp_path: P
         try:
             files[0].unlink()
             before.compare(said.append)
-            assert said == [f"Note: gone during a trial, by it or by another program (1): {files[0]}"]
+            assert said == [f"Note: new or gone during a trial, by it or by another program (1): {files[0]}"]
             files[1].write_text("overwritten")
             with pytest.raises(RealWriteError) as told:
                 before.compare(said.append)
@@ -158,3 +158,31 @@ def test_what_another_program_removes_from_shared_memory_ends_no_fix(tmp_path: P
             files[1].unlink()
     assert told.value.files == (str(files[1]),)
     assert len(said) == 1
+
+
+def test_a_new_file_ends_a_fix_in_the_persons_own_folders_alone(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN no overlay WHEN another program makes a file elsewhere THEN a note tells; a change there ends the fix."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    monkeypatch.setenv("HOME", str(home))
+    for folder in (home, elsewhere):
+        folder.mkdir()
+        (folder / "there.txt").touch()
+    box = Sandbox(scratch=str(tmp_path / "scratch"), cover=[str(elsewhere)], keep=[], near=[str(project)])
+
+    def written(*files: Path) -> tuple[str, ...]:
+        before = UsersFiles(box, overlay=False)
+        for file in files:
+            file.unlink() if file.name == "there.txt" else file.write_text("new")
+        try:
+            before.compare(said.append)
+        except RealWriteError as problem:
+            return problem.files
+        return ()
+
+    said: list[str] = []
+    assert written(elsewhere / "new.txt") == ()
+    assert said == [f"Note: new or gone during a trial, by it or by another program (1): {elsewhere}/new.txt"]
+    real = [elsewhere / "there.txt", home / "new.txt", project / "new.txt"]
+    assert written(*real) == tuple(map(str, real))
