@@ -147,7 +147,6 @@ def probe_torch() -> Torch:
 
 
 def _ask_driver(nvml: Any, torch: Torch) -> tuple[Driver, tuple[GpuFound, ...]]:
-    """What NVML says about the machine."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as problem:
@@ -264,7 +263,6 @@ def report_lines(found: Examination, width: int = WIDTH) -> Iterator[str]:
 
 
 def _entries(found: Examination) -> Iterator[tuple[str, str]]:
-    """What was found, each under its label."""
     driver, torch, allowed = found.driver, found.torch, found.budget
     if driver.problem is not None:
         yield "GPUs", f"none: no NVIDIA driver answers ({driver.problem})"

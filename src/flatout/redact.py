@@ -77,7 +77,6 @@ def _is_blank(value: Any) -> bool:
 
 
 def _redacted_word(name: str, text: str) -> str:
-    """A text of this name."""
     if _is_secret(name):
         return HIDDEN
     login = _LOGIN.fullmatch(text) if _is_login(name) else None

@@ -269,7 +269,6 @@ def _reads(training: Training, name: str) -> list[Node]:
 
 
 def _is_own_variable(node: Node) -> bool:
-    """Whether this is a name that the script itself gives a value."""
     name = getattr(node, "id", None)
     return name is not None and bool(node.file.times_bound[name])
 
@@ -324,7 +323,6 @@ def _now_and_then(node: Node, loop: Node) -> bool:
 
 
 def _fetches(call: ast.Call, names: set[str]) -> bool:
-    """Whether a call fetches one of these tensors from the GPU."""
     match call:
         case ast.Call(func=ast.Attribute(value=tensor, attr="item" | "cpu" | "tolist" | "numpy"), args=[]):
             return bool(names & _names(tensor))
@@ -367,7 +365,6 @@ def _assigned(loop: Node) -> Iterator[tuple[Node, set[str], set[str]]]:
 
 
 def _computed(loop: Node) -> set[str]:
-    """The names that a loop computes from others."""
     return {name for _, stored, used in _assigned(loop) if used for name in stored}
 
 
@@ -408,7 +405,6 @@ def _names(node: Node, *, until: tuple[str, ...] = _HOST) -> set[str]:
 
 
 def _gpus(training: Training) -> Line | None:
-    """GPUs that are visible, against those the training will use."""
     if training.gpus is None:
         return None
     if not training.gpus:

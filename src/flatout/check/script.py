@@ -171,7 +171,6 @@ def find_loops(script: Script) -> dict[Node, Node]:
 
 
 def _epoch_loop(script: Script, node: Node) -> Node:
-    """The loop over epochs around a node, or around a call of its function."""
     function = node if isinstance(node, ast.FunctionDef) else function_of(node)
     callers = script.calls(function.name) if function is not None else []
     loops = [loop for place in (node, *callers) for loop in loops_around(place)]

@@ -235,8 +235,6 @@ def _in_config(path: Path | None) -> list[KnownValue]:
 
 
 class _Options:
-    """The options that a script declares with argparse."""
-
     def __init__(self, script: Script) -> None:
         self.defaults: list[KnownValue] = []
         self._long: dict[str, str] = {}  # argparse stores an option under the longest of its names

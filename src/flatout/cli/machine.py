@@ -97,7 +97,7 @@ def hook(
 
 @verb()
 def top(
-    interval: float | None = option("SECONDS", "Time between samples, 0.25 to 60. Default: 1."),
+    interval: float | None = option("SECONDS", "Time between samples. Default: 1.", min=0.25, max=60),
     duration: float | None = option("SECONDS", "Measure this long without the live view, then print a summary."),
     once: bool = flag("--once", "Take one reading and exit."),
     gpu: list[int] | None = option("INDEX", "Watch this GPU only (may be given again). Default: all."),
@@ -105,7 +105,7 @@ def top(
         "PID",
         "Follow this training and its loader workers (may be given again). Default: the processes that use the GPUs.",
     ),
-    fail_below: float | None = option("PCT", "Exit with 1 when a GPU's mean SM active is below this."),
+    fail_below: float | None = option("PCT", "Exit with 1 when a GPU's mean SM active is below this.", min=0, max=100),
     json: str | None = output_file("the summary (or the one reading) as JSON"),
     csv: str | None = output_file("a row a sample"),
     record: Path | None = option("DIR", "Record every sample into this new folder."),

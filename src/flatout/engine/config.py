@@ -349,7 +349,6 @@ def import_path(path: str, where: str) -> Any:
 
 
 def _build_nested(value: Any, where: str) -> Any:
-    """An argument, with every `{factory: …}` inside it built."""
     if isinstance(value, dict):
         if "factory" in value and set(value) <= {"factory", "args"}:
             return build(validate(FactoryConfig, value, where), where)

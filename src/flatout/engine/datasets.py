@@ -222,7 +222,6 @@ class Batches:
         return batches
 
     def _skip(self, count: int) -> Iterator[Any]:
-        """A pass without its first batches."""
         batches = iter(self._on_device)
         next(itertools.islice(batches, count, count), None)
         return batches

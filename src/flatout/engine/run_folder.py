@@ -113,7 +113,6 @@ class Checkpoints:
         self._say = say
         self._thread: threading.Thread | None = None
         self._unsaved = ""
-        self.last_written: Path | None = None
 
     def write(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
         """Take a snapshot of `state` now and write it in the background, unless there is a NaN in its weights."""
@@ -130,6 +129,11 @@ class Checkpoints:
             self._thread = None
         return self._unsaved
 
+    def kept(self) -> str:
+        """The newest of them, in words."""
+        paths = _by_step(self.folder)
+        return f"the newest checkpoint is {paths[0]}" if paths else "there is no checkpoint"
+
     def _write(self, step: int, state: Any, ready: torch.cuda.Event | None, best: bool) -> None:
         path = self.folder / f"step-{step:09d}.pt"
         self._unsaved = ""
@@ -144,14 +148,11 @@ class Checkpoints:
             _save(state, path)
             if best:
                 _save(state, self.folder / "best.pt")
-            self.last_written = path
             for old in _by_step(self.folder)[self._config.keep :]:
                 old.unlink()
         except Exception as problem:  # training goes on
             why = _reason(problem)
-            kept = [f"the newest checkpoint is {path}" for path in _by_step(self.folder)]
-            kept.append("there is no checkpoint")
-            self._unsaved = f"the last checkpoint, of step {step}, could not be written ({why}): {kept[0]}"
+            self._unsaved = f"the last checkpoint, of step {step}, could not be written ({why}): {self.kept()}"
             self._say(f"no checkpoint at step {step}: {why}; training goes on, older ones are kept")
 
 
@@ -270,7 +271,7 @@ def _save(state: Any, path: Path) -> None:
 # ------------------------------------------------------------ losses, and where they are shown and written
 
 
-class Losses(NamedTuple):
+class LossesRead(NamedTuple):
     """The losses of some steps."""
 
     by_step: dict[int, float]
@@ -312,7 +313,7 @@ class LossLog:
         self._begun = values, event, self._last, then, self._samples, max(now - self._since, 1e-9)
         self._kept, self._samples, self._since = [], 0, now
 
-    def read(self) -> Losses | None:
+    def read(self) -> LossesRead | None:
         """The losses whose reading has begun."""
         if self._begun is None:
             return None
@@ -320,7 +321,7 @@ class LossLog:
         self._begun = None
         if event is not None:
             event.synchronize()
-        return Losses(dict(enumerate(values.tolist(), last + 1 - len(values))), then, samples, seconds)
+        return LossesRead(dict(enumerate(values.tolist(), last + 1 - len(values))), then, samples, seconds)
 
 
 Row = Mapping[str, float | int | None]

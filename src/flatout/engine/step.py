@@ -198,7 +198,6 @@ def _set_layout(model: nn.Module, asked: bool | str, device: torch.device) -> De
 
 
 def _checkpoint_activations(model: nn.Module, asked: bool | list[str]) -> Decision:
-    """Recompute what the named modules computed when backward needs it, instead of keeping it."""
     name = "train.checkpoint_activations"
     if not asked:
         return Decision(name, "off")
@@ -409,7 +408,6 @@ class TrainStep:
         return None
 
     def _halve(self, batch: Any, exchanging: bool) -> str:
-        """Compute a batch in twice as many pieces from here on."""
         rows = batch_rows(batch)
         size = math.ceil(rows / self.accumulate)
         if size <= 1:

@@ -233,7 +233,6 @@ class Trainer:
     # ------------------------------------------------------------ when something is due
 
     def _due(self, unit: str, number: int = 0) -> set[str]:
-        """What is due after so many steps or epochs, or by the clock."""
         due = set()
         for name, done_at in self._done_at.items():
             count, _, units = (getattr(self.config, name).every or "").partition(" ")
@@ -332,9 +331,7 @@ class Trainer:
             self.say(f"the loss is not a number at step {step}: skipped, {self.skipped} such step(s) so far")
             return
         self.checkpoints.wait()
-        kept = self.checkpoints.last_written
-        last = "there is no checkpoint from before" if kept is None else f"the last good checkpoint is {kept}"
-        raise FlatoutError(f"the loss is not a number at step {step}: training stopped; {last}")
+        raise FlatoutError(f"the loss is not a number at step {step}: training stopped; {self.checkpoints.kept()}")
 
     # ------------------------------------------------------------ coming back
 

@@ -105,8 +105,6 @@ def _unblock_signals() -> None:
 
 
 class _PySpy:
-    """A py-spy that looks at one rank and the processes below it."""
-
     def __init__(self, program: str, info: RunInfo, file: Path) -> None:
         self.info = info
         self._lines_file = file.with_name(file.name.replace("rank", "lines", 1))

@@ -171,7 +171,6 @@ def _start(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
 
 
 def _no_program(word: str) -> int:
-    """Say why there is no such program; the exit code a shell would give."""
     if Path(word).exists():
         say(f"{redact_text(word)} cannot be executed")
         return _CANNOT_START
@@ -312,7 +311,6 @@ def _commit_in(git: Path) -> str:
 
 @contextmanager
 def _watching(pid: int, options: Options, ask_after_s: float, py_spy: str | None = None) -> Iterator[None]:
-    """Watch a command until it ends."""
     stop = threading.Event()
     thread = threading.Thread(
         target=_watch, args=(pid, options, ask_after_s, py_spy, stop), name="flatout-hardware", daemon=True

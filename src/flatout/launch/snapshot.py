@@ -61,10 +61,9 @@ class UsersFiles:
 
     def _is_as_others_do(self, file: str) -> bool:
         """Whether it is what programs do all the time: make files elsewhere, and remove their shared memory."""
-        if file.startswith("/dev/shm/"):
-            return not (os.path.lexists(file) and self._beyond.had(file))
         own = tuple(f"{folder}/" for folder in (*self._box.near, Path.home().resolve()))
-        return not file.startswith(own) and not self._beyond.had(file)
+        gone_from_memory = file.startswith("/dev/shm/") and not os.path.lexists(file)
+        return not file.startswith(own) and (gone_from_memory or not self._beyond.had(file))
 
     def _note(self, files: Sequence[str], what: str, say: Callable[[str], None]) -> None:
         new = [file for file in files if file not in self._reported]

@@ -231,7 +231,6 @@ class Figures:
 
 
 def _count(sketch: Sketch, value: float | None, seconds: float) -> None:
-    """A value counts for its milliseconds."""
     if value is not None:
         sketch.add(float(value), max(1, round(1000 * seconds)))
 

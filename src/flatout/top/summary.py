@@ -269,7 +269,6 @@ _TARGETS = (
 
 
 def _check_targets(host: Figures) -> Iterator[TargetResult]:
-    """Each target against each GPU, and the last against the host."""
     for name, what, wish, unit, at_least, at_most, value_of in _TARGETS:
         for figures in [host] if name == "cpu" else host.gpus:
             index, shown = None, what

@@ -753,7 +753,7 @@ def test_a_loss_that_is_no_number_stops_with_its_step_and_the_last_good_checkpoi
     trainer = ready("checkpoint.every=2 steps", "checkpoint.keep=100", "checkpoint.best=null")
     engine_toy.faults[step] = lambda: trainer.model.layers[0].weight.data.fill_(math.nan)
     with pytest.raises(
-        FlatoutError, match=rf"the loss is not a number at step {step}: .*last good checkpoint is"
+        FlatoutError, match=rf"the loss is not a number at step {step}: .*the newest checkpoint is"
     ) as it:
         trainer.fit()
     named = Path(str(it.value).split()[-1])

@@ -186,3 +186,14 @@ def test_a_new_file_ends_a_fix_in_the_persons_own_folders_alone(
     assert said == [f"Note: new or gone during a trial, by it or by another program (1): {elsewhere}/new.txt"]
     real = [elsewhere / "there.txt", home / "new.txt", project / "new.txt"]
     assert written(*real) == tuple(map(str, real))
+
+
+def test_a_working_folder_in_shared_memory_is_the_persons_own(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        Path(folder, "there.txt").touch()
+        before = UsersFiles(Sandbox(scratch=str(tmp_path), cover=[folder], keep=[], near=[folder]), overlay=False)
+        Path(folder, "there.txt").unlink()
+        Path(folder, "new.txt").touch()
+        with pytest.raises(RealWriteError) as told:
+            before.compare(print)
+    assert told.value.files == (f"{folder}/new.txt", f"{folder}/there.txt")

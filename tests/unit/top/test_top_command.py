@@ -201,14 +201,9 @@ def test_the_gate_fails_without_a_gpu(top, machine) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"interval_s": 0.0}, "--interval must be from 0.25 to 60 seconds (got 0)"),
-        ({"interval_s": -1.0}, "--interval must be from 0.25 to 60 seconds (got -1)"),
-        ({"interval_s": 61.0}, "--interval must be from"),
-        ({"interval_s": float("nan")}, "--interval must be from"),
         ({"duration_s": 0.0}, "--duration must be at least one interval, 1 s (got 0)"),
         ({"duration_s": 1.0, "interval_s": 2.0}, "--duration must be at least one interval, 2 s (got 1)"),
         ({"duration_s": float("inf")}, "--duration must be"),
-        ({"fail_below_pct": 101.0}, "--fail-below must be from 0 to 100"),
         ({"json_to": "-", "csv_to": "-"}, "cannot both write to -"),
         ({"json_to": "x", "csv_to": "x"}, "cannot both write to x"),
         ({"once": True, "duration_s": 5.0}, "--once and --duration cannot go together"),
