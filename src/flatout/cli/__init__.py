@@ -7,7 +7,7 @@ The other files hold a verb each, or those that belong together. A verb imports 
 that --help is quick. That function's docstring is its help.
 """
 
-from flatout.cli import explain, fix, machine, report, run, train
+from flatout.cli import explain, fix, machine, report, run, train, try_
 from flatout.cli.entry import app, main
 
-__all__ = ["app", "explain", "fix", "machine", "main", "report", "run", "train"]
+__all__ = ["app", "explain", "fix", "machine", "main", "report", "run", "train", "try_"]

@@ -33,6 +33,7 @@ SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
 VERBS = (
     "run",
     "fix",
+    "try",
     "report",
     "compare",
     "runs",
@@ -46,6 +47,7 @@ VERBS = (
     "skill",
 )
 
+_SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
 # What few verbs need. The server is in mcp from version 2 on.
 _EXTRAS = {"textual": "top", "pydantic": "train", "torch": "train", "mcp": "mcp", "mcp.server.mcpserver": "mcp"}
 _EXTRAS |= {"nbclient": "notebook"}
@@ -111,9 +113,10 @@ def _options(
 TAKES_A_COMMAND = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 
-def option(metavar: str, help: str, *, default: Any = None, **more: Any) -> Any:
-    """An option that takes a value."""
-    return typer.Option(default, metavar=metavar, help=help, callback=_with_value, **more)
+def option(metavar: str, help: str, *, default: Any = None, name: str | None = None, **more: Any) -> Any:
+    """An option that takes a value; its name is that of the argument, unless another is given."""
+    names = [name] if name is not None else []
+    return typer.Option(default, *names, metavar=metavar, help=help, callback=_with_value, **more)
 
 
 def _with_value(parameter: typer.CallbackParam, value: Any) -> Any:
@@ -161,6 +164,14 @@ def recordings_kept() -> Any:
     """The option --keep, or FLATOUT_KEEP."""
     text = "How many recordings flatout-runs keeps, without those that you have named; 0: all."
     return option("N", text, default=50, min=0, envvar="FLATOUT_KEEP")
+
+
+def seconds_of(budget: str) -> float:
+    """What a person gave as --budget."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", budget.strip())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--budget {budget}: expected a time such as 90s, 10m or 1h")
+    return float(match[1]) * _SECONDS_IN[match[2]]
 
 
 def output_file(content: str) -> Any:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flatout.fix.journal import Journal, basis_of, can_resume, copy_recording, forget, forget_earlier, held
 from flatout.fix.offers import Wishes, not_offered
@@ -21,7 +21,7 @@ from flatout.model.errors import OverlayError, UsageError
 
 _FOLDER = "flatout-fix-"
 _IN_USE = "in-use"  # locked as long as its owner lives, whatever way that ends
-
+Result = TypeVar("Result")
 
 _REPEATED = (
     "Each trial runs your command again, and so repeats the requests that the script itself sends (uploads, pushes, "
@@ -66,7 +66,7 @@ def fix(
 
         try:
             why_not = sandbox.why_no_overlay(command, folder)
-            result = _in_a_sandbox(search, why_not, progress, unprotected=unprotected)
+            result = in_a_sandbox(search, why_not, progress, unprotected=unprotected)
         except UsageError:
             if keep_in is not None and not goes_on:  # it would fail in the same way
                 forget(keep_in)
@@ -92,9 +92,9 @@ def _keep(result: FixResult, folder: Path) -> list[str]:
     return remarks
 
 
-def _in_a_sandbox(
-    search: Callable[[bool], FixResult], why_not: str, progress: ProgressListener, *, unprotected: bool
-) -> FixResult:
+def in_a_sandbox(
+    search: Callable[[bool], Result], why_not: str, progress: ProgressListener, *, unprotected: bool
+) -> Result:
     """Search on overlays (`search(True)`). Where that is not possible, say so first, and go on only if allowed."""
     if why_not and not unprotected:
         raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")

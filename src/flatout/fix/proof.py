@@ -50,7 +50,7 @@ class Proof:
 
 def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     """Whether the same bytes of the same samples reach the model in order. `repeat`: `before` once more."""
-    if broken := _cannot_compare(before, after):
+    if broken := cannot_compare(before, after):
         return broken
     unlike = _other_samples(before, after)
     shuffled = unlike is not None and all(map(_only_shuffled, before.proof, after.proof))
@@ -58,11 +58,11 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
         return failed(unlike)
     batches, at_the_model, same_bytes, known = 0, 0, True, True
     for ours, theirs in zip(before.proof, after.proof, strict=True):
-        indices, inputs = _in_order("indices", ours, theirs), _in_order("inputs", ours, theirs)
+        indices, inputs = in_order("indices", ours, theirs), in_order("inputs", ours, theirs)
         known = known and all(indices)
         batches += min(map(len, indices)) or min(len(ours), len(theirs))
         at_the_model += min(map(len, inputs))
-        same_bytes = same_bytes and all(inputs) and _first_difference(*inputs) is None
+        same_bytes = same_bytes and all(inputs) and first_difference(*inputs) is None
     needed = FEWEST_BATCHES * len(before.proof)
     if batches < needed:
         return not_proven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
@@ -108,7 +108,7 @@ def not_proven(text: str) -> Proof:
     return Proof(standing="not proven", text=text)
 
 
-def _cannot_compare(before: Run, after: Run) -> Proof | None:
+def cannot_compare(before: Run, after: Run) -> Proof | None:
     """Why two runs cannot be compared, or that one of them takes other steps than the other."""
     if before.hung or (before.code and not after.code):
         return not_proven(f"the run without it failed: {before.reason()}")
@@ -133,8 +133,8 @@ def _cannot_compare(before: Run, after: Run) -> Proof | None:
 def _other_samples(before: Run, after: Run) -> str | None:
     """Where the two runs part in their samples or the order of them, in words."""
     for rank, (ours, theirs) in enumerate(zip(before.proof, after.proof, strict=True)):
-        batches = _in_order("indices", ours, theirs)
-        place = _first_difference(*batches)
+        batches = in_order("indices", ours, theirs)
+        place = first_difference(*batches)
         if place is not None:
             where = f"rank {rank}, " if len(before.proof) > 1 else ""
             return f"{where}batch {place + 1}: {_how_unlike(batches[0][place], batches[1][place])}"
@@ -160,7 +160,7 @@ def _only_shuffled(ours: Sequence[ProofStep], theirs: Sequence[ProofStep]) -> bo
     They do when samples that draw random numbers are no longer loaded in the training process, whose stream of random
     numbers seeds the shuffles.
     """
-    places = [next(iter(_in_order("begins", steps)[0]), None) for steps in (ours, theirs)]
+    places = [next(iter(in_order("begins", steps)[0]), None) for steps in (ours, theirs)]
     if places != ["here", "elsewhere"]:
         return False
     (first, *later), (their_first, *their_later) = _passes(ours), _passes(theirs)
@@ -186,7 +186,7 @@ def _are_shuffles(later: Sequence[Batches], first: Batches) -> bool:
 def _passes(steps: Sequence[ProofStep]) -> list[Batches]:
     """The batches of each pass over the data."""
     passes: list[Batches] = []
-    for batch, begins in zip(*_in_order("indices", steps), *_in_order("begins", steps), strict=True):
+    for batch, begins in zip(*in_order("indices", steps), *in_order("begins", steps), strict=True):
         if begins or not passes:
             passes.append([])
         passes[-1].append(batch)
@@ -198,12 +198,12 @@ def _most_frequent(batches: Batches) -> int:
     return max(Counter(itertools.chain.from_iterable(batches)).values(), default=0)
 
 
-def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
+def in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
     """Batch after batch, whichever step fetched it: a prefetcher is a step or two ahead."""
     return [list(itertools.chain.from_iterable(getattr(step, field) for step in steps)) for steps in ranks]
 
 
-def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
+def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
     """Where two sequences part, as far as both go."""
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
 
@@ -315,7 +315,7 @@ def _of_pass(run: Run, place: int) -> Run:
 
 
 def _same_mean_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
-    if broken := _cannot_compare(before, after):
+    if broken := cannot_compare(before, after):
         return broken
     if unlike := _other_samples(before, after):
         return failed(unlike)

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from flatout.diagnose.knobs import knobs
 from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
+from flatout.fix.edits import Edit
 from flatout.fix.speed import Speed, measure
 from flatout.launch import launcher, sandbox
 from flatout.launch.protocol import TURNS, WEIGHTS_OVER, Trial, reasons_not_measured
@@ -35,6 +36,7 @@ from flatout.model.turns import TurnsResult
 from flatout.redact import redact_text
 from flatout.trace import Trace, read
 
+EDIT = "edit"  # the name of the change that stands for an edit of the person's own; its value names the edit
 SEED = 20_261  # imposed where the script sets none: the same in every run
 CEILING = ("replay", "resident")  # kinds of steps
 LOOKING = (*CEILING, "xray", "after xray")
@@ -78,6 +80,25 @@ class Drift:
     coherence: float  # how many times as far as chance alone would make it
     length: float  # how long its way typically was, as a share of the other's
     pace: float  # how fast the other's moves, beside that one's other tensors
+    apart: float = 0.0  # how far off it is after a few steps from the same, as a share of the other's way
+    learned: bool = True  # a weight, and no buffer
+
+
+class Content(NamedTuple):
+    """What was in a tensor: its type and shape, its length, and projections on directions drawn by chance.
+
+    So far as these are apart in two tensors, as a share of the length, so far are the tensors, about."""
+
+    kind: str = ""  # such as float32[8, 3]
+    numbers: tuple[float, ...] = ()
+
+
+class LearnedGroup(NamedTuple):
+    """The weights that one group of an optimizer trains, with their settings; or the buffers of the models."""
+
+    kind: str  # the optimizer's class, or "buffers"
+    settings: dict[str, Any]
+    shapes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +112,10 @@ class ProofStep:
     loss: float | None = None  # the mean of `losses`
     losses: tuple[float, ...] = ()  # of its backward passes
     moved: WeightMove | None = None  # in every fifth step of a run that follows another
+    # The rest is in the runs of a `try` alone.
+    contents: tuple[Content, ...] = ()  # of the inputs
+    learned: tuple[LearnedGroup, ...] = ()  # what is trained; empty where it is as in the step before
+    evaluation: ProofStep | None = None  # what reached the model without being learned from, since the step before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,12 +303,21 @@ def runs_at_once(before: Run, now: Run) -> int:
 class Launcher:
     """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the user's.
 
-    By an `overlay` or by redirection; None: as the system permits. Raises OverlayError where a run fails because of its
-    overlay, and RealWriteError where one has written all the same.
+    By an `overlay` or by redirection; None: as the system permits. With `edits`, by name, a run may have one of them,
+    and proofs are recorded closely. Raises OverlayError where a run fails because of its overlay, and RealWriteError
+    where one has written all the same.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, *, overlay: bool | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        overlay: bool | None = None,
+        edits: Mapping[str, Edit] | None = None,
+    ) -> None:
         self._command = list(command)
+        self._edits = edits
         self._folder = folder
         self._overlay = overlay
         self._numbers = itertools.count(1)
@@ -296,14 +330,18 @@ class Launcher:
 
     def _run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
-        plan, start_s = Plan(changes=tuple(changes)), time.monotonic()
+        plan, start_s = Plan(changes=tuple(change for change in changes if change.name != EDIT)), time.monotonic()
+        edit = next((self._edits[change.value] for change in changes if change.name == EDIT and self._edits), None)
+        command = list(edit.command) if edit is not None else self._command
         self._folder.mkdir(exist_ok=True)
         if self._overlay is None:
             self._overlay = not sandbox.why_no_overlay(self._command, self._folder)
         with tempfile.TemporaryDirectory(prefix="scratch-", dir=self._folder, ignore_cleanup_errors=True) as scratch:
             sandboxed = replace(trial, seed=SEED, protect=Path(scratch), overlay=self._overlay)
+            if edit is not None and edit.layer is not None:
+                sandboxed = replace(sandboxed, layer=edit.layer.absolute())
             xray = not trial.fingerprints
-            code = launcher.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=sandboxed)
+            code = launcher.run(command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=sandboxed)
         run = recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
         self._check_overlay(run, first=folder.name == "01")
         return run
@@ -330,7 +368,8 @@ class Launcher:
 
     def _prove(self, request: ProofRun, timeout_s: float) -> Run:
         leads, follows = self._weights(request.leads), self._weights(request.follows)
-        trial = Trial(fingerprints=True, leads=leads, follows=follows, timeout_s=timeout_s)
+        closely = self._edits is not None
+        trial = Trial(fingerprints=True, closely=closely, leads=leads, follows=follows, timeout_s=timeout_s)
         if leads is not None:
             room = int(_WEIGHTS_SHARE * shutil.disk_usage(leads).free)
             trial = replace(trial, weights_bytes=min(_MOST_WEIGHTS, room))
@@ -452,4 +491,19 @@ def _proof_step(data: dict[str, Any]) -> ProofStep:
         loss=data["loss"],
         losses=tuple(data["losses"]),
         moved=WeightMove(*data["moved"]) if data["moved"] else None,
+        contents=_contents(data),
+        learned=tuple(LearnedGroup(kind, known, tuple(shapes)) for kind, known, shapes in data.get("learned", ())),
+        evaluation=_evaluated(data["evaluation"]) if data.get("evaluation") else None,
     )
+
+
+def _evaluated(data: dict[str, Any]) -> ProofStep:
+    return ProofStep(
+        inputs=tuple(data["inputs"]),
+        indices=tuple(tuple(batch) for batch in data["indices"]),
+        contents=_contents(data),
+    )
+
+
+def _contents(data: dict[str, Any]) -> tuple[Content, ...]:
+    return tuple(Content(kind, tuple(numbers)) for kind, numbers in data.get("contents", ()))

@@ -47,6 +47,7 @@ class Weights:
         self._leads = trial.leads
         self._follows = trial.follows
         self._most_bytes = trial.weights_bytes
+        self._closely = trial.closely  # buffers are compared, too
         self._timeout_s = trial.timeout_s or _TIMEOUT_S
         self._ranks = ranks
         self._steps = 0
@@ -54,6 +55,7 @@ class Weights:
         self._every: int | None = None
         self._began: list[Any] | None = None  # the weights at the last meeting
         self._drifts: list[_Drift] = []
+        self._buffers: list[str] | None = None  # those that are compared
 
     def step_ended(self, optimizers: Iterable[Any], roots: Iterable[Any]) -> Moved | None:
         """A training step is over; every few steps, how far the weights have moved."""
@@ -75,21 +77,24 @@ class Weights:
     def drifts(self) -> list[dict[str, Any]]:
         """Tensor by tensor, what has added up over the meetings."""
         moving = [drift for drift in self._drifts if drift.lengths]
-        if not moving:
-            return []
-        usual = statistics.median(drift.pace for drift in moving)
-        return [drift.figures(usual) for drift in moving]
+        usual = statistics.median(drift.pace for drift in moving) if moving else 1.0
+        # One that the leader does not train may move here.
+        told = [drift for drift in self._drifts if drift.way is not None] if self._closely else moving
+        return [drift.figures(usual) for drift in told]
 
     def _meet(self, mine: _State) -> Moved | None:
         moved, reached = None, None
         theirs = self._theirs()
         if theirs is not None:
             reached = _on_host(mine.weights)
+            buffers = self._buffers_to_compare(mine, theirs)
             if self._began is not None:
-                named = zip(mine.names, reached, strict=True)
-                self._drifts = self._drifts or [_Drift(name, len(weight.shape)) for name, weight in named]
-                moved = self._moved(self._began, theirs["came"], reached)
-            self._every, self._began = theirs["every"], theirs["weights"]
+                self._drifts = self._drifts or _drifts(mine, reached, buffers)
+                came = [*theirs["came"], *(theirs["buffers"][name] for name in buffers)]
+                ours = [*reached, *_on_host(mine.buffers[name] for name in buffers)]
+                moved = self._moved(self._began, came, ours)
+            self._every = theirs["every"]
+            self._began = [*theirs["weights"], *(theirs["buffers"][name] for name in buffers)]
             mine.take(theirs)
         elif self._every is None and self._leads is not None:
             self._every = self._affordable(mine.bytes)
@@ -97,6 +102,14 @@ class Weights:
             self._write(self._leads, mine, reached)
         self._next += self._every or 0
         return moved
+
+    def _buffers_to_compare(self, mine: _State, theirs: dict[str, Any]) -> list[str]:
+        """Those that both have, at the first meeting and at this one."""
+        if not self._closely:
+            return []
+        if self._buffers is None:
+            self._buffers = sorted(name for name in mine.buffers if name in theirs["buffers"])
+        return self._buffers
 
     def _moved(self, began: list[Any], theirs: list[Any], mine: list[Any]) -> Moved | None:
         """Over all weights; None where the leader has not moved at all."""
@@ -169,6 +182,7 @@ class _Drift:
 
     name: str
     dims: int
+    learned: bool
     way: Any = None  # the sum of the leader's movements
     difference: Any = None  # the sum of the differences
     difference_square: float = 0.0
@@ -193,6 +207,13 @@ class _Drift:
         """How far one of the leader's numbers moved, typically, over all meetings."""
         return math.sqrt(self.way_square / self.way.numel())
 
+    @property
+    def _apart(self) -> float:
+        """How far off it was after each meeting, over all of them."""
+        if self.way_square:
+            return math.sqrt(self.difference_square / self.way_square)
+        return math.inf if self.difference_square else 0.0
+
     def figures(self, usual: float) -> dict[str, Any]:
         """How far off in the end, as a share of the way, and how many times as far as by chance; the leader's pace, as
         a multiple of the usual one."""
@@ -203,8 +224,10 @@ class _Drift:
             "dims": self.dims,
             "drift": difference / way if way else 0.0,
             "coherence": difference / math.sqrt(self.difference_square) if self.difference_square else 0.0,
-            "length": statistics.median(self.lengths),
+            "length": statistics.median(self.lengths) if self.lengths else 0.0,
             "pace": self.pace / usual,
+            "apart": self._apart,
+            "learned": self.learned,
         }
 
 
@@ -218,20 +241,21 @@ class _State:
         self.names = [known.get(id(p), f"parameter {number}") for number, (_, p) in enumerate(trained)]
         self.weights = [_local(p) for _, p in trained]
         self._optimizer_states = [o.state.get(p, {}) for o, p in trained]
-        self._buffers = [_local(b) for root in models for b in root.buffers()]
+        self.buffers = {name: _local(buffer) for name, buffer in named_buffers(models)}
 
     @property
     def bytes(self) -> int:
         """The size of it all; an optimizer without a state may not have stepped yet."""
         values = [value for state in self._optimizer_states for value in state.values()]
         states = _bytes(_local(value) for value in values if isinstance(value, torch.Tensor))
-        known = _bytes((*self.weights, *self._buffers))
+        known = _bytes((*self.weights, *self.buffers.values()))
         return known + (states or 2 * known)
 
     @property
     def rest(self) -> dict[str, Any]:
         """Everything but the weights, as a file can hold it."""
-        return {"buffers": _on_host(self._buffers), "remembered": [_plain(state) for state in self._optimizer_states]}
+        buffers = dict(zip(self.buffers, _on_host(self.buffers.values()), strict=True))
+        return {"buffers": buffers, "remembered": [_plain(state) for state in self._optimizer_states]}
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Any]) -> None:
@@ -239,7 +263,10 @@ class _State:
         need the old version where a generator steps after its critic."""
         for mine, their in zip(self.weights, theirs["weights"], strict=True):
             mine.data.copy_(their)
-        for mine, their in zip(self._buffers, theirs["buffers"], strict=True):
+        for name, their in theirs["buffers"].items():
+            mine = self.buffers.get(name)
+            if mine is None or mine.shape != their.shape:
+                continue
             if mine.numel() <= 1 or 0 not in mine.stride():  # an expanded one has no memory of its own
                 mine.data.copy_(their)
         for state, their in zip(self._optimizer_states, theirs["remembered"], strict=True):
@@ -248,6 +275,19 @@ class _State:
                     _local(state[key]).copy_(torch.as_tensor(their[key], device="cpu"))
                 else:
                     state[key] = type(state[key])(their[key])
+
+
+def named_buffers(roots: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The buffers of models, by names that torch.compile does not change."""
+    for number, root in enumerate(roots):
+        for name, buffer in root.named_buffers():
+            yield f"{number}.{name.replace('_orig_mod.', '')}", buffer
+
+
+def _drifts(mine: _State, weights: list[Any], buffers: Iterable[str]) -> list[_Drift]:
+    """Nothing has moved yet."""
+    learned = [_Drift(name, weight.dim(), True) for name, weight in zip(mine.names, weights, strict=True)]
+    return [*learned, *(_Drift(name.partition(".")[2], mine.buffers[name].dim(), False) for name in buffers)]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
     files: UsersFiles | None = None
     if trial.protect is not None:
         ours = [path for path in (options.folder, trial.leads, trial.follows) if path is not None]
-        box = sandbox.sandbox_for(words, trial.protect, ours)
+        box = replace(sandbox.sandbox_for(words, trial.protect, ours), layer=str(trial.layer or ""))
         environment |= sandbox.environment(box, redirected=not trial.overlay)
         files = UsersFiles(box, overlay=trial.overlay)
         if trial.overlay:

@@ -53,6 +53,8 @@ class Trial:
 
     seed: int | None = None  # imposed where the script sets none
     fingerprints: bool = False  # nothing is timed, and `proof-<rank>.jsonl` says what reached the model
+    closely: bool = False  # it also says what it takes to judge an edit of the person's own
+    layer: Path | None = None  # files laid over the person's, in the trial's own view: see `sandbox`
     # Every few steps it leaves its weights in one folder, as far as `weights_bytes` go, and takes up those in another.
     leads: Path | None = None
     follows: Path | None = None
@@ -100,7 +102,7 @@ class Options:
         data = json.loads(text)
         data |= {"folder": Path(data["folder"]), "command": tuple(data["command"])}
         if trial := data.get("trial"):
-            folders = {name: Path(trial[name]) for name in ("leads", "follows", "protect") if trial[name]}
+            folders = {name: Path(trial[name]) for name in ("leads", "follows", "protect", "layer") if trial[name]}
             data["trial"] = Trial(**trial | folders | {"turns": tuple(trial["turns"])})
         if plan := data.get("plan"):
             # Imported only here: every Python of the command runs this, and few have a plan.

@@ -14,6 +14,7 @@ import getpass
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -49,6 +50,9 @@ _NOT_DISKS = {
     "proc", "sysfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "nsfs",
     "autofs",
 }  # fmt: skip
+# In a layer, a folder of files to lay over those that are there: the files, under their whole paths, and the paths of
+# those to remove, with a zero between them.
+FILES, REMOVED = "files", "removed"
 _REFUSED = "refused"  # a file in the scratch folder: why the command was not started
 # Whether the working folder can be written to, seen from inside.
 _TOUCH = "import sys; sys.argv[1:] and open(sys.argv[1], 'x').close()"
@@ -63,6 +67,7 @@ class Sandbox:
     keep: Sequence[str]  # folders in them that may be written to
     near: Sequence[str] = ()  # folders that the command is most likely to write to
     compiled: str = ""  # where torch's compiler keeps what it made
+    layer: str = ""  # see FILES
 
     def to_json(self) -> str:
         """For another process."""
@@ -311,22 +316,51 @@ def _cover(sandbox: Sandbox, *, privileged: bool) -> None:
     places = _handles(sorted({*sandbox.cover, *disks}, key=lambda path: path.count("/")))
     kept = _handles([*sandbox.keep, sandbox.scratch])
     single = _handles([*(path for path in mounted if path not in disks), *_sockets(inside)])
-    layers, memory = kept[sandbox.scratch], None
+    layers, memory, overlays = kept[sandbox.scratch], None, list[str]()
     for number, (path, seen) in enumerate(places.items()):
         try:
             _overlay(seen, f"{layers}/overlay/{number}", path, privileged=privileged)
+            overlays.append(path)
             continue
         except OSError:  # the scratch folder lies in what it would cover, or on a disk that cannot: memory then
             memory = memory or _memory_disk(f"{layers}/memory")
         try:
             _overlay(seen, f"{memory}/overlay/{number}", path, privileged=privileged)
+            overlays.append(path)
         except OSError:
             _read_only(seen, path)  # to be looked at, then, not to be written to
     for path, seen in single.items():
         with contextlib.suppress(OSError):  # hidden, then
             _read_only(seen, path)
+    if sandbox.layer:  # before anything shows through that is really written
+        _lay_over(Path(sandbox.layer), overlays)
     for path, seen in kept.items():
         _mount(seen, path, "", _MS_BIND | _MS_REC)
+
+
+def _lay_over(layer: Path, overlays: Sequence[str]) -> None:
+    """Write a layer's files over those that are there. Raises OSError where no overlay would take that."""
+    removed = filter(None, (layer / REMOVED).read_text(encoding="utf-8", errors="surrogateescape").split("\0"))
+    for place, _, names in os.walk(layer / FILES):
+        for name in names:
+            target = _on_overlay(Path("/", os.path.relpath(place, layer / FILES), name), overlays)
+            before_s = target.stat().st_mtime if target.exists() else 0.0
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(f"{place}/{name}", target)
+            shutil.copymode(f"{place}/{name}", target)
+            # Python takes what it compiled for that of a file of the same size and second.
+            now_s = max(target.stat().st_mtime, before_s + 2)
+            os.utime(target, (now_s, now_s))
+    for path in removed:
+        _on_overlay(Path(path), overlays).unlink(missing_ok=True)
+
+
+def _on_overlay(target: Path, overlays: Sequence[str]) -> Path:
+    """Where a file really lies, if that is on an overlay."""
+    place = target.resolve()
+    if not any(place.is_relative_to(top) for top in overlays):
+        raise OSError(f"no overlay covers {place}")
+    return place
 
 
 def _handles(paths: Sequence[str]) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""REPORT: what a person sees of a run, of two runs compared, or of a fix.
+"""REPORT: what a person sees of a run, of two runs compared, of a fix, or of a try.
 
 folders ─► account ─► RecordedRun ────┐             ┌─► to_json       the documented JSON
 two runs ─► comparison ─► Comparison ─┼─► a Report ─┴─► view ─┬─► terminal   text
-a fix ─► fix_summary ─► FixSummary ───┘                       └─► page       one HTML file, with charts
+a fix ─► fix_summary ─► FixSummary ───┤                       └─► page       one HTML file, with charts
+a try ─► try_summary ─► TrySummary ───┘
 
 A view is what the report says, as plain data: see `views`.
 """
@@ -17,14 +18,26 @@ from flatout.report.account import Price, RankFigures, RecordedRun, run_of
 from flatout.report.comparison import Comparison, compare
 from flatout.report.fix_summary import FixSummary, summarize
 from flatout.report.run_view import run_view
+from flatout.report.try_summary import TrySummary
 from flatout.report.views import ReportView
 from flatout.trace import merge, read, read_summaries
 
-__all__ = ["Comparison", "FixSummary", "RecordedRun", "Report", "compare", "read_run", "run_of", "summarize", "view_of"]
+__all__ = [
+    "Comparison",
+    "FixSummary",
+    "RecordedRun",
+    "Report",
+    "TrySummary",
+    "compare",
+    "read_run",
+    "run_of",
+    "summarize",
+    "view_of",
+]
 MAX_RANKS_READ = 16
 
 
-Report: TypeAlias = RecordedRun | Comparison | FixSummary
+Report: TypeAlias = RecordedRun | Comparison | FixSummary | TrySummary
 
 
 def view_of(report: Report, *, brief: bool) -> ReportView:

@@ -301,7 +301,11 @@ class World:
         reseeded = any(change.name in ("loader", "num_workers") for change in changes)
         return tuple(
             ProofStep(
-                inputs=(f"{step}{'r' if reseeded else ''}",), indices=((2 * step, 2 * step + 1),), loss=float(loss)
+                inputs=(f"{step}{'r' if reseeded else ''}",),
+                indices=((2 * step, 2 * step + 1),),
+                begins=(None,),
+                loss=float(loss),
+                losses=(float(loss),),
             )
             for step, loss in enumerate(losses)
         )

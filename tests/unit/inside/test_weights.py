@@ -198,3 +198,19 @@ def test_what_does_not_fit_is_said_and_training_goes_on(tmp_path: Path, capfd: p
     other.optimizer.add_param_group({"params": other.net[-1].parameters()})
     assert other.train(4 * EVERY) == [None] * (4 * EVERY)
     assert capfd.readouterr().err.startswith("flatout: weights are not compared (")
+
+
+def test_a_close_proof_compares_buffers_and_what_the_leader_does_not_train(tmp_path: Path) -> None:
+    leader = Training(weights(tmp_path, closely=True), torch.optim.SGD, lr=0.01)
+    leader.net[3].bias.requires_grad_(False)  # type: ignore[union-attr]
+    leader.train(4 * EVERY)
+    follower = Training(weights(follows=tmp_path, closely=True), torch.optim.SGD, lr=0.01)
+    follower.net[1].momentum = 0.2  # type: ignore[assignment]
+    follower.net[3].register_buffer("cache", torch.ones(3))
+    follower.train(4 * EVERY)
+    told = {row["name"]: row for row in follower.own.drifts()}
+    assert told["3.bias"]["apart"] == torch.inf
+    assert told["1.running_mean"]["apart"] > 0.1
+    assert (told["1.running_mean"]["learned"], told["3.weight"]["learned"]) == (False, True)
+    assert told["1.num_batches_tracked"]["apart"] == 0
+    assert "3.cache" not in told

@@ -41,7 +41,9 @@ class Applied:
     ) -> None:
         self.ledger = ledger
         trial = options.trial
-        self._proof = FingerprintLog() if trial is not None and trial.fingerprints else None
+        self._proof: FingerprintLog | None = None
+        if trial is not None and trial.fingerprints:
+            self._proof = FingerprintLog(closely=trial.closely)
         self._weights = Weights(trial, ranks) if trial is not None else None
         changes = patches.subscriber(Stage.CHANGE, self._fail)
         proof = patches.subscriber(Stage.OBSERVE, functools.partial(_say, "what reaches the model is no longer noted"))
@@ -77,7 +79,7 @@ class Applied:
         self._computing.step_ended()
         if self._proof is not None and self._weights is not None:
             met = self._weights.step_ended(self._computing.optimizers, self._proof.roots) if first else None
-            self._proof.step_ended(met)
+            self._proof.step_ended(met, self._computing.optimizers)
 
     @property
     def compile_s(self) -> float | None:

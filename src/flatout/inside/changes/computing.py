@@ -352,9 +352,10 @@ def _looked_at(module: Any, call: Call, proof: FingerprintLog) -> Call:
     proof.roots.put(module)
 
     def look_and_call(*args: Any, **kwargs: Any) -> Any:
-        watched = module.training and torch.is_grad_enabled()
+        learns = module.training and torch.is_grad_enabled()
+        watched = learns or proof.closely
         if watched:
-            proof.inputs(args, kwargs)
+            proof.inputs(args, kwargs, learns=learns)
         result = call(*args, **kwargs)
         if watched:
             proof.outputs(result, args, kwargs)
