@@ -42,6 +42,14 @@ open("pids.part", "w").write(f"{os.getpid()} {child.pid}")
 os.rename("pids.part", "pids")
 time.sleep(600)
 """
+FASTER = """\
+--- a/train.py
++++ b/train.py
+@@ -10,3 +10,2 @@
+     def __getitem__(self, index):
+-        time.sleep(0.005)  # what a slow disk takes
+         return torch.full((8,), index / 400)
+"""
 Call = Callable[..., Awaitable[dict[str, Any]]]
 
 
@@ -117,6 +125,17 @@ def test_what_goes_wrong_is_a_result(tmp_path: Path) -> None:
         wrong = await call("try_patch", folder=str(tmp_path), command=f"{sys.executable} train.py", patch_text="+x")
         assert wrong["error"]
         assert "try_patch" in wrong["next"]
+
+    as_agent(tmp_path, scenario)
+
+
+def test_an_agent_tries_a_patch(tmp_path: Path) -> None:
+    async def scenario(call: Call, session: ClientSession) -> None:
+        command = f"{sys.executable} train.py"
+        tried = await call("try_patch", folder=str(tmp_path), command=command, patch_text=FASTER, budget_s=100)
+        assert tried["passed"], tried
+        assert tried["next"].startswith("Apply the patch.")
+        assert (tmp_path / "train.py").read_text() == TRAIN
 
     as_agent(tmp_path, scenario)
 

@@ -166,14 +166,6 @@ def recordings_kept() -> Any:
     return option("N", text, default=50, min=0, envvar="FLATOUT_KEEP")
 
 
-def seconds_of(budget: str) -> float:
-    """What a person gave as --budget."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", budget.strip())
-    if match is None or float(match[1]) <= 0:
-        raise UsageError(f"--budget {budget}: expected a time such as 90s, 10m or 1h")
-    return float(match[1]) * _SECONDS_IN[match[2]]
-
-
 def output_file(content: str) -> Any:
     """An option such as --json FILE, where - is stdout."""
     return option("FILE", f"Write {content}; - is stdout.")

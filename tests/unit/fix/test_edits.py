@@ -16,9 +16,7 @@ TRAIN = "import net\n\nlr = 0.1\nfor batch in range(3):\n    net.learn(batch, lr
 FASTER = """\
 --- a/train.py
 +++ b/train.py
-@@ -1,5 +1,5 @@
- import net
- 
+@@ -3,3 +3,3 @@
  lr = 0.1
 -for batch in range(3):
 +for batch in range(2):
@@ -71,7 +69,8 @@ def test_names_may_begin_at_the_folder_itself(project: Path, tmp_path: Path) -> 
 def test_names_may_begin_at_the_repository(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["git", "init", "-q", "."], cwd=project, check=True)
     net = project / "models" / "net.py"
-    text = "--- a/models/net.py\n+++ b/models/net.py\n@@ -1,2 +1,2 @@\n def learn(batch, lr):\n-    print(batch)\n+    pass\n"
+    hunk = "@@ -1,2 +1,2 @@\n def learn(batch, lr):\n-    print(batch)\n+    pass\n"
+    text = f"--- a/models/net.py\n+++ b/models/net.py\n{hunk}"
     change = patch(text).absolute()
     monkeypatch.chdir(project / "models")
     assert laid(patched([change], COMMAND, tmp_path / "layer")) == {str(net): "def learn(batch, lr):\n    pass\n"}
@@ -91,7 +90,8 @@ def test_files_come_go_and_move(project: Path, tmp_path: Path) -> None:
 
 
 def test_patches_are_applied_one_after_the_other(project: Path, tmp_path: Path) -> None:
-    first, second = patch(FASTER), patch(FASTER.replace("range(3)", "range(2)").replace("+for batch in range(2)", "+for batch in range(1)"), "second.diff")  # fmt: skip
+    further = FASTER.replace("range(2)", "range(1)").replace("range(3)", "range(2)")
+    first, second = patch(FASTER), patch(further, "second.diff")
     edit = patched([first, second], COMMAND, tmp_path / "layer")
     assert laid(edit) == {str(project / "train.py"): TRAIN.replace("3", "1")}
     assert edit.name == "edit.diff + second.diff"
@@ -102,10 +102,10 @@ def test_patches_are_applied_one_after_the_other(project: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (FASTER.replace("lr = 0.1", "lr = 0.3"), "does not apply: train.py is not as the hunk at line 1 expects it"),
+        (FASTER.replace("lr = 0.1", "lr = 0.3"), "does not apply: train.py is not as the hunk at line 3 expects it"),
         (FASTER.replace("train.py", "other.py"), "does not apply: other.py: No such file or directory"),
         ("for batch in range(2):\n", "is no patch that git can read: No valid patches in input"),
-        (FASTER.replace("+1,5", "+1,9"), "is no patch that git can read: corrupt patch at line"),
+        (FASTER.replace("+3,3", "+3,9"), "is no patch that git can read: corrupt patch at line"),
         (
             FASTER.replace("a/train.py", "a/../../x.py").replace("b/train.py", "b/../../x.py"),
             "names a file outside the current folder",
