@@ -362,6 +362,49 @@ def test_an_unprivileged_overlay_keeps_files_too(tmp_path: Path) -> None:
     assert tree(tmp_path / "below").keys() == {"file", "kept", "kept/file"}
 
 
+def with_layer(tmp_path: Path, cover: Path) -> sandbox.Sandbox:
+    """A layer that edits `project/net.py`, adds a file in a new folder, and removes one."""
+    project, layer = tmp_path / "project", tmp_path / "layer"
+    files = layer / sandbox.FILES / project.relative_to("/")
+    for folder in (project, files / "new", tmp_path / "scratch"):
+        folder.mkdir(parents=True)
+    (project / "net.py").write_text("width = 1\n")
+    (project / "old.py").write_text("")
+    (files / "net.py").write_text("width = 2\n")
+    (files / "new" / "part.py").write_text("depth = 3\n")
+    (layer / sandbox.REMOVED).write_text(str(project / "old.py"))
+    return sandbox.Sandbox(scratch=str(tmp_path / "scratch"), cover=(str(cover),), keep=(), layer=str(layer))
+
+
+def test_a_layer_is_laid_over_files_in_the_trials_own_view(tmp_path: Path) -> None:
+    overlay_for("overlay", tmp_path)
+    project = tmp_path / "project"
+    box = with_layer(tmp_path, project)
+    # What Python compiled of the file before looks as if it were of the edited one: same size, same second.
+    compiles = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    subprocess.run([sys.executable, "-c", "import net"], cwd=project, env=compiles, check=True)
+    before = tree(project)
+    script = "import net, new.part, os; print(net.width, new.part.depth, sorted(os.listdir()))"
+    done = subprocess.run(
+        [*sandbox.entrance(box), sys.executable, "-c", script], cwd=project, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2 3 ['__pycache__', 'net.py', 'new']\n"
+    assert tree(project) == before
+
+
+def test_a_layer_is_never_really_written(tmp_path: Path) -> None:
+    """GIVEN files that no overlay covers WHEN a layer is about them THEN the command is refused."""
+    overlay_for("overlay", tmp_path)
+    covered = tmp_path / "covered"
+    covered.mkdir()
+    box = with_layer(tmp_path, covered)
+    before = tree(tmp_path / "project")
+    done = subprocess.run([*sandbox.entrance(box), "true"], cwd=covered, check=False)
+    assert done.returncode == 1
+    assert sandbox.refusal(box).startswith(f"no overlay covers {tmp_path / 'project'}")
+    assert tree(tmp_path / "project") == before
+
+
 def test_where_disks_are_mounted_is_read_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "36 35 98:0 / /mnt/données\\040brutes rw - ext4 /dev/sdb rw\n25 1 0:23 / /proc rw - proc proc rw\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: lines)
