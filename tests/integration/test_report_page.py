@@ -78,7 +78,7 @@ frame.onload = () => {{
     seen.step = inner.getAttribute("width");
   }}
   seen.lines = [...page.querySelectorAll(".line, .dots")]
-    .map((path) => path.getAttribute("d").match(/-?\\d+/g).length / 2);
+    .map((line) => line.points.length);
   page.querySelectorAll("details").forEach((each) => {{ each.open = true; }});
   const isBroken = (text, word) => {{
     const range = page.createRange();

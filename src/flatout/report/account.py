@@ -128,16 +128,16 @@ class Workers:
     def sentence(self) -> str:
         """Who loaded how much of it, and how fast."""
         median, worst = self.sample_ms.quantile(0.5) or 0.0, self.sample_ms.high
-        who, busy = "the training process", ""
-        if self.workers:
-            who, busy = count_of(self.workers, "worker"), f", busy {self.busy_share:.0%}"
-        text = f"{who} on {self}: {ms(median)} a sample (worst {ms(worst)}){busy}"
-        text += f", on a core {min(1.0, self.cpu_share):.0%} of that"
+        who = count_of(self.workers, "worker") if self.workers else "the training process"
+        text = f"{who} load{'s' * (self.workers < 2)} {self}: {ms(median)} a sample (at worst {ms(worst)})"
+        text += f", {min(1.0, self.cpu_share):.0%} of it on a core"
         if self.transforms_ms:
             name, spent = max(self.transforms_ms.items(), key=lambda item: item[1])
-            text += f", {name} takes {ms(spent)}"
+            text += f", {ms(spent)} in {name}"
+        if self.workers:
+            text += f"; busy {self.busy_share:.0%} of the time"
         if self.random_used:
-            text += f"; draws random numbers from {', '.join(self.random_used)}"
+            text += f"; samples draw random numbers from {', '.join(self.random_used)}"
         return text
 
 

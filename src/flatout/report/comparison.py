@@ -273,7 +273,7 @@ def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[st
     for name, run in runs:  # a difference may be that of others, who had the cores or the GPU meanwhile
         for others in (shared_cores(run.metrics[0]), shared_gpu(run.metrics[0])):
             if others is not None:
-                yield f"{name}: {others.title}"
+                yield f"in {name} {others.title}"
 
 
 def _size(run: RecordedRun) -> float | None:

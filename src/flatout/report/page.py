@@ -265,7 +265,8 @@ def _plot(plot: Plot, start: float, end: float, bands: Html | None, axis: Html) 
     drawn = [bands, tag("path", class_="grid", d="".join(f"M0 {SIZE * n // parts}h{SIZE}" for n in range(parts + 1)))]
     for series in plot.series:
         style = f"line {series.family}" + " dashed" * series.dashed + " dots" * (len(series.x) < 3)
-        drawn.append(tag("path", class_=style, d=_path(series, start, end, low, high), data_name=series.name))
+        points = _points(series, start, end, low, high)
+        drawn.append(tag("polyline", class_=style, points=points, data_name=series.name))
     levels = []
     for n in range(parts + 1):
         text, place = in_full(round(high - n * step, 9)), f"{100 * n / parts:.1f}%"
@@ -302,19 +303,12 @@ def _scale(series: Sequence[Series]) -> tuple[float, float, int]:
     return low, step, max(1, math.ceil((high - low) / step * 0.999))
 
 
-def _path(series: Series, start: float, end: float, low: float, high: float) -> str:
-    """A line as whole numbers, relative to the point before: half as long as absolute ones."""
-    parts: list[str] = []
-    before_at, before_y = 0, 0
+def _points(series: Series, start: float, end: float, low: float, high: float) -> str:
+    """The points of a line in whole numbers, the first one twice: a single one is drawn as a dot then."""
+    points = []
     for x, y in zip(series.x, series.y, strict=True):
-        at = round(SIZE * (x - start) / (end - start))
-        up = round(SIZE * (high - y) / (high - low))
-        if parts:
-            parts.append(f"{at - before_at:+d}{up - before_y:+d}".replace("+", " "))
-        else:
-            parts.append(f"M{at} {up}l0 0")
-        before_at, before_y = at, up
-    return "".join(parts)
+        points.append(f"{round(SIZE * (x - start) / (end - start))},{round(SIZE * (high - y) / (high - low))}")
+    return " ".join(points[:1] + points)
 
 
 def _bands(marks: Sequence[Mark], end: float) -> Html:

@@ -138,7 +138,7 @@ def _cost_figures(run: RecordedRun) -> list[tuple[str, str, str]]:
     for label, name, text in amounts:
         if name not in costs:
             continue
-        remark = f"of {duration(1e3 * costs['seconds'])}"
+        remark = f"in {duration(1e3 * costs['seconds'])}"
         if costs["epoch_s"] is not None:
             remark = f"{text(costs[f'epoch_{name}'])} an epoch of {duration(1e3 * costs['epoch_s'])}"
         rows.append((label, text(costs[name]), remark))
@@ -179,10 +179,14 @@ def finding_item(run: RecordedRun, finding: Finding) -> Item:
 Row = tuple[tuple[str, ...], TableBar]  # the cells of a row, its share not among them, and its bar
 
 
-def _share_table(heads: Sequence[str], rows: Sequence[Row]) -> Table:
-    """Each part of the time with its share, and what stands beside it."""
-    cells = [(name, f"{bar.share:.1%}", *beside)[: len(heads)] for (name, *beside), bar in rows]
-    return Table("", heads, cells, bars=[bar for _, bar in rows])
+def _share_table(heads: Sequence[str], rows: Sequence[Row], length: Callable[[float], str] = lambda share: "") -> Table:
+    """Each part of the time with its share, and what stands beside it: the `length` of the small ones together."""
+    shown = [row for row in rows if row[1].share >= SMALL]
+    small = sum(bar.share for _, bar in rows if bar.share < SMALL)
+    if small >= SMALL / 4:
+        shown.append((("smaller parts", length(small)), TableBar(small, "other")))
+    cells = [(name, f"{bar.share:.1%}", *beside)[: len(heads)] for (name, *beside), bar in shown]
+    return Table("", heads, cells, bars=[bar for _, bar in shown])
 
 
 def _by_cause(run: RecordedRun) -> list[Part]:
@@ -190,29 +194,19 @@ def _by_cause(run: RecordedRun) -> list[Part]:
     if run.causes is None:
         return []
     rows: list[Row] = []
-    small = 0.0
     for charge in run.causes.charges:
-        if charge.share < SMALL:
-            small += charge.share
-            continue
         words, family = KINDS_OF_CHARGE[charge.kind]
         name = charge.code or phase_name(charge.name)
         place = " at ".join(filter(None, (name, charge.where)))
         rows.append(((place, words), TableBar(charge.share, family_of(charge.code or "") or family)))
-    if small >= SMALL / 4:
-        rows.append((("smaller shares", ""), TableBar(small, "other")))
     return [_share_table(("training's time by cause", "share", ""), rows)]
 
 
 def time_spent(run: RecordedRun, *, brief: bool = False) -> list[Part]:
     """Training's time by phase; and for the page that of the whole run."""
-    b, small_ms = run.breakdown, 0.0
-    rows: list[Row] = []
+    b, rows = run.breakdown, list[Row]()
     own = next((phase.functions[0].hottest.where for phase in run.lines if phase.phase == REST), None)
     for part in b.training:
-        if part.share < SMALL:
-            small_ms += part.ms
-            continue
         name = phase_name(part.name)
         if part.where:
             name += f" at {Path(part.where).name}"
@@ -221,14 +215,12 @@ def time_spent(run: RecordedRun, *, brief: bool = False) -> list[Part]:
         idle = part.share * (part.gpu_idle_ms or 0.0) / (part.ms or 1.0)
         cells = name, ms_a_step(part.ms, b.steps), ms_a_step(part.gpu_idle_ms, b.steps)
         rows.append((cells, TableBar(part.share, phase_family(part.name), idle)))
-    if small_ms > SMALL / 4 * b.training_ms:
-        cells = "smaller parts", ms_a_step(small_ms, b.steps), ""
-        rows.append((cells, TableBar(small_ms / b.training_ms, "other")))
     heads = ["where training's time went", "share", "a step"]
     knows_idle = any(part.gpu_idle_ms is not None for part in b.training)
     if knows_idle:
         heads.append("GPU idle")
-    training, cost = _share_table(heads, rows), ""
+    training = _share_table(heads, rows, lambda share: ms_a_step(share * b.training_ms, b.steps))
+    cost = ""
     spent_us, share = run.overhead.values()
     if share is not None:
         cost = f"Measuring took about {spent_us:.0f} µs a step ({share:.2%})"
@@ -247,12 +239,11 @@ def _whole_run(b: Breakdown) -> Table:
         beside_ms, name = part.ms - training.get(key, 0.0), phase_name(part.name)
         if key in training:  # an evaluation after the last step, say
             name += " after the last step"
-        if beside_ms >= SMALL / 4 * b.wall_ms:
-            parts.append((name, beside_ms, "other"))
-    rows = []
+        parts.append((name, beside_ms, "other"))
+    rows: list[Row] = []
     for name, length_ms, family in sorted(parts, key=lambda one: -one[1]):
         rows.append(((name, duration(length_ms)), TableBar(length_ms / (b.wall_ms or 1.0), family)))
-    return _share_table(("the whole run", "share", "time"), rows)
+    return _share_table(("the whole run", "share", "time"), rows, lambda share: duration(share * b.wall_ms))
 
 
 def _lines(phase: PhaseLines) -> list[Part]:
@@ -359,7 +350,7 @@ def headline(run: RecordedRun) -> str:
     if run.findings:
         first = run.findings[0]
         if first.gain_high >= 1.05:
-            return f"You could train {times_faster(first)} faster: {first.title}."
+            return f"You could train {times_faster(first)} faster. {sentence(first.title)}."
         return f"{sentence(first.title)}."
     b = run.breakdown
     if not b.enough:

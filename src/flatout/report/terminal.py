@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -18,16 +17,18 @@ from rich.text import Text
 
 from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.fix.result import ProgressListener
-from flatout.model.formatting import count_of, duration
+from flatout.model.formatting import count_of, duration, printable
 from flatout.report import Report, view_of
 from flatout.report.views import CodeFrame, Item, Part, Table
 
 WIDTH = 80
 MIN_WIDTH, SUBJECT = 50, 27  # of a checklist, and of its first columns
-STATUS_STYLES = {FAIL: "red", WARN: "yellow", OK: "green", NOT_APPLICABLE: "dim"}
-STATUS_WORDS = {FAIL: "failed", WARN: "to look at", OK: "ok", NOT_APPLICABLE: "not judged"}
-# Control characters, but for tabs and line ends; and what reverses the order of letters.
-OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+STATUSES = {  # in words, and their style
+    FAIL: ("failed", "red"),
+    WARN: ("to look at", "yellow"),
+    OK: ("ok", "green"),
+    NOT_APPLICABLE: ("not judged", "dim"),
+}
 MAX_ROWS = 20
 BAR = 12
 
@@ -41,12 +42,14 @@ def show(report: Report, console: Console) -> None:
         _say(console, f"Note: {note}.", hang=2)
     console.print()
     _print_table(Table("", ("", "", ""), view.figures, numbers_from=3), console)
-    paragraphs = False  # one after the other stand close together
+    in_paragraphs = False  # one after the other stand close together
     for section in view.sections:
         parts = [part for part in section.parts if part]
-        if parts and not (paragraphs and isinstance(parts[0], str)):
+        if not parts:
+            continue
+        if not (in_paragraphs and isinstance(parts[0], str)):
             console.print()
-        paragraphs = all(isinstance(part, str) for part in parts) and bool(parts)
+        in_paragraphs = all(isinstance(part, str) for part in parts)
         _show_section(section.title, parts, console)
     if view.train_with:
         _print(console, Text(f"\nTrain with it:  {view.train_with}"))
@@ -54,8 +57,7 @@ def show(report: Report, console: Console) -> None:
 
 def _show_section(title: str, parts: Sequence[Part], console: Console) -> None:
     """Print a section. A table says in its head what it is about, a paragraph begins with the title."""
-    items = [part for part in parts if isinstance(part, Item)]
-    if items or any(isinstance(part, CodeFrame) for part in parts):
+    if isinstance(parts[0], Item | CodeFrame):
         _print(console, Text(title, style="bold"))
     for part in parts:
         if isinstance(part, Item):
@@ -67,7 +69,7 @@ def _show_section(title: str, parts: Sequence[Part], console: Console) -> None:
         elif isinstance(part, str):
             lead = f"{title}: " * isinstance(parts[0], str)
             _say(console, lead + part, hang=2, style="dim")
-    codes = [item.code for item in items if item.code and item.brief]
+    codes = [part.code for part in parts if isinstance(part, Item) and part.code and part.brief]
     if codes:
         _say(console, f"how to make sure, and what to do: flatout explain {codes[0]}", indent=2, style="dim")
 
@@ -104,7 +106,7 @@ def _say(console: Console, text: str, *, indent: int = 0, hang: int = 0, style: 
 
 def _print(console: Console, text: Text) -> None:
     """Print lines as they are. All text of a trace or a script comes by here; a terminal must not obey it."""
-    text.plain = OBEYED.sub("", text.plain)
+    text.plain = printable(text.plain)
     console.print(text, soft_wrap=True)
 
 
@@ -161,10 +163,10 @@ def show_checklist(checklist: Checklist, console: Console, *, all_lines: bool = 
     seen = ", ".join(checklist.looked_at) or "the machine alone: no script was given, as in flatout check train.py"
     _print(console, Text(wrapped(f"looked at {seen}", width), style="dim"))
     counts = []
-    for status, style in STATUS_STYLES.items():
+    for status, (words, style) in STATUSES.items():
         lines = checklist.with_status(status)
         if lines:
-            counts.append(f"{len(lines)} {STATUS_WORDS[status]}")
+            counts.append(f"{len(lines)} {words}")
         if lines and status == NOT_APPLICABLE:  # all of them have the same reason
             subjects = ", ".join(line.subject for line in lines)
             lines = [replace(lines[0], subject=count_of(len(lines), "line"), reason=f"{subjects}: {lines[0].reason}")]
@@ -229,7 +231,7 @@ class FixProgress(ProgressListener):
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         self._bar.add_task(
-            OBEYED.sub("", f"run {number}{of}: {what}"),
+            printable(f"run {number}{of}: {what}"),
             total=about or None,
             completed=number - 1,
             left_s=left_s,

@@ -229,7 +229,7 @@ def test_a_run_beside_other_programs_is_a_caution() -> None:
     crowd = [Sample(time_s=10.5 + n, interval_s=1.0, host=host, processes=(trainer,)) for n in range(8)]
     slow = dataclasses.replace(recorded(noisy(2, around_ms=150)), samples={"box": tuple(crowd)})
     (caution,) = compare(recorded(noisy(1)), slow).cautions
-    assert caution.startswith("B: others keep 14.7 of 16 cores busy")
+    assert caution.startswith("in B others keep 14.7 of 16 cores busy")
 
 
 def test_what_flatout_changed_is_listed_as_a_person_would_say_it() -> None:

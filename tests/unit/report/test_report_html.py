@@ -18,6 +18,7 @@ from flatout.model.causes import Finding
 from flatout.model.records import Facts
 from flatout.report import read_run
 from flatout.report.page import SIZE, page
+from flatout.report.views import sentence
 from flatout.trace import Note, Trace
 from flatout.trace.downsample import window_of
 
@@ -71,19 +72,15 @@ class Page(HTMLParser):
 
     @property
     def lines(self) -> dict[str, list[float]]:
-        """The values of each line, read back from its path, by the line's name."""
+        """The values of each line, read back from its points, by the line's name."""
         lines: dict[str, list[float]] = {}
         low = high = 0.0
         for _, attributes in self.elements:
             if attributes.get("class") == "lines":
                 low, high = float(attributes["data-low"] or 0), float(attributes["data-high"] or 0)
             if "data-name" in attributes:
-                y, values = 0, []
-                for kind, numbers in re.findall("([Ml])([^Ml]*)", str(attributes["d"])):
-                    for at in re.findall(r"-?\d+", numbers)[1::2]:
-                        y = int(at) + (y if kind == "l" else 0)
-                        values.append(low + (1 - y / SIZE) * (high - low))
-                lines[str(attributes["data-name"])] = values
+                heights = re.findall(r",(-?\d+)", str(attributes["points"]))
+                lines[str(attributes["data-name"])] = [low + (1 - int(y) / SIZE) * (high - low) for y in heights]
         return lines
 
     @property
@@ -111,7 +108,7 @@ def test_a_run_that_has_everything_shows_everything() -> None:
 def test_the_verdict_comes_first_and_its_change_is_ready_to_copy() -> None:
     shown = page_of(whole_run(), FINDING)
 
-    assert f"You could train 2.0 to 2.4× faster: {FINDING.title}." in shown.text
+    assert f"You could train 2.0 to 2.4× faster. {sentence(FINDING.title)}." in shown.text
     copies = [attributes["data-copy"] for _, attributes in shown.elements if "data-copy" in attributes]
     assert copies == ["--workers 6"]
 
@@ -241,7 +238,7 @@ def test_the_page_of_a_recorded_run_stays_below_150_kilobytes(recording: str, tm
     assert Page(text).plots
 
 
-def test_a_line_can_be_read_back_from_its_path() -> None:
+def test_a_line_can_be_read_back_from_its_points() -> None:
     """GIVEN steps of 100 to 106 ms THEN what the page's script reads at each of them is right to 0.1%."""
     values = page_of(whole_run()).lines["each step"][1:61]  # the first point is there twice
     assert values == pytest.approx([100.0 + index % 7 for index in range(60)], rel=1e-3)

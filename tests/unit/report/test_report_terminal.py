@@ -157,7 +157,7 @@ def test_loaders_of_one_class_of_data_are_told_apart() -> None:
     assert ["Pictures of 500 samples:" in line for line in loading] == [False, True]
 
 
-@pytest.mark.parametrize(("numbers", "who"), [((0,), "1 worker on Photos"), ((0, 1), "2 workers on Photos")])
+@pytest.mark.parametrize(("numbers", "who"), [((0,), "1 worker loads Photos"), ((0, 1), "2 workers load Photos")])
 def test_one_worker_is_not_written_as_a_plural(numbers: tuple[int, ...], who: str) -> None:
     rank = rank_of(steps_of([10.0] * 60), workers=tuple(replace(worker(number), length=1) for number in numbers))
     shown = report_of(trace_of(rank))
@@ -177,8 +177,8 @@ def test_times_of_microseconds_are_not_shown_as_zero() -> None:
     quick = replace(worker(None), sample_ms=Sketch.of([0.04, 0.04, 0.3]), transforms_s={"Rotate": 0.0032})
     shown = report_of(trace_of(rank_of(steps_of([10.0] * 60), workers=(quick,))))
     said = " ".join(printed(lambda console: show(shown, console)).split())
-    assert "the training process on Photos: 40 µs a sample (worst 0.30 ms)" in said
-    assert "Rotate takes 10 µs" in said
+    assert "the training process loads Photos: 40 µs a sample (at worst 0.30 ms)" in said
+    assert "10 µs in Rotate" in said
 
 
 def test_the_speed_of_all_ranks_is_shown_beside_that_of_the_first() -> None:
