@@ -277,15 +277,9 @@ def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[st
 
 
 def _size(run: RecordedRun) -> float | None:
-    """Samples in a step of all ranks; to six digits, so that a last short batch makes no difference."""
+    """Samples in a step of all ranks."""
     b = run.breakdown
-    if not b.samples or not b.steps:
-        return None
-    size = b.samples / b.steps
-    for loader in run.facts.loaders:
-        if loader.batch_size and abs(size / loader.batch_size - 1) < SHORT_BATCHES:
-            size = loader.batch_size
-    return float(f"{size * run.ranks:.6g}")
+    return b.samples / b.steps * run.ranks if b.samples and b.steps else None
 
 
 def _training_set(run: RecordedRun) -> str:

@@ -23,7 +23,6 @@ from flatout.report.views import (
     TableBar,
     as_text,
     change_as_typed,
-    family_of,
     gain,
     phase_family,
     phase_name,
@@ -198,7 +197,7 @@ def _by_cause(run: RecordedRun) -> list[Part]:
         words, family = KINDS_OF_CHARGE[charge.kind]
         name = charge.code or phase_name(charge.name)
         place = " at ".join(filter(None, (name, charge.where)))
-        rows.append(((place, words), TableBar(charge.share, family_of(charge.code or "") or family)))
+        rows.append(((place, words), TableBar(charge.share, (charge.code or family).partition(".")[0])))
     return [_share_table(("training's time by cause", "share", ""), rows)]
 
 

@@ -179,14 +179,6 @@ def phase_family(phase: str) -> str:
     return PHASES.get(phase, ("", "other"))[1]
 
 
-def family_of(code: str) -> str:
-    """The family of a cause, which has one color; empty without a cause."""
-    family = code.partition(".")[0]
-    if family == "launch":
-        return "sync"
-    return family if not family or family in {color for _, color in PHASES.values()} else "other"
-
-
 def sentence(words: str) -> str:
     """With a capital letter, unless it begins with code."""
     first = words.partition(" ")[0].rstrip(":,;")

@@ -9,11 +9,10 @@ import pytest
 from report_runs import rank_of, recorded, report_of, sample, step, steps_of, trace_of, whole_run, worker
 
 from flatout.diagnose.rank_metrics import RankMetrics
-from flatout.model.causes import CODES
 from flatout.model.records import Facts
 from flatout.report import charts, view_of
 from flatout.report.run_view import time_spent
-from flatout.report.views import BarChart, ChartBar, Table, family_of
+from flatout.report.views import BarChart, ChartBar, Table
 from flatout.trace import Span, Step, Trace
 from flatout.trace.downsample import window_of
 
@@ -29,12 +28,6 @@ def test_the_parts_of_training_add_up_with_their_idle_time() -> None:
     assert sum(bar.share for bar in table.bars) == pytest.approx(1.0, abs=0.002)
     assert table.rows[0][0] == "waiting for data"
     assert table.bars[0].idle / table.bars[0].share == pytest.approx(0.9, abs=0.02)
-
-
-def test_every_cause_has_a_color() -> None:
-    assert {family_of(code) for code in CODES} <= set(charts.FAMILIES)
-    assert family_of("host.python") == "other"
-    assert not family_of("")
 
 
 def test_the_whole_run_is_training_and_what_is_not() -> None:
