@@ -85,7 +85,7 @@ def timeline(title: str, step: Step) -> BarChart:
     note = f"step {step.index:,}: {ms(step.wall_ms)}."
     rows = [("host", [bar(start, length, name, where=where) for start, length, name, where in host])]
     if not gpu:
-        note += " This step carries no GPU events."
+        note += " No GPU was timed in this step."
     else:
         rows.append(("GPU", [bar(start, length, name, idle=idle) for start, length, name, idle in gpu]))
         if tie_ms is None:

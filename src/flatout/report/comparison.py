@@ -174,8 +174,8 @@ class Comparison:
         losses_a, losses_b = self.curves
         losses = line("A", "other", losses_a, dashed=True), line("B", "compute", losses_b)
         drawn = [
-            Plots([Plot("Step time by step", "ms", times)], "steps"),
-            Plots([Plot(f"Loss by {self.per}", "", losses)], f"{self.per}s"),
+            Plots([Plot("Step time by step", "ms", times)], unit=""),
+            Plots([Plot(f"Loss by {self.per}", "", losses)], unit=""),
         ]
         return [one for one in drawn if all(series.x for series in one.plots[0].series)]
 

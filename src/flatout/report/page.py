@@ -14,7 +14,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -129,7 +128,7 @@ def _head(view: ReportView) -> Html:
 def _item(item: Item) -> Html:
     code = tag("code", item.code, class_="chip", title=f"flatout explain {item.code}")
     lines = filter(None, (*item.lines, item.copy_as))
-    evidence = _table(Table("Evidence", ("what", "value"), item.evidence))
+    evidence = _table(Table("", ("what", "value"), item.evidence))
     return tag(
         "article",
         tag("p", code, tag("span", item.where, class_="where")),
@@ -327,5 +326,5 @@ SHOWN_BY: dict[type, Callable[[Any], Html | None]] = {
     BarChart: _bar_chart,
     Plots: _plots,
     Table: _table,
-    str: partial(tag, "p"),
+    str: lambda text: tag("p", sentence(text)),
 }

@@ -160,7 +160,8 @@ def ceiling_in_words(b: Breakdown) -> str | None:
 
 def finding_item(run: RecordedRun, finding: Finding) -> Item:
     """A finding, with the change to make."""
-    evidence = [(name.replace("_", " "), as_text(value)) for name, value in finding.evidence.items()]
+    known = {name: value for name, value in finding.evidence.items() if value is not None}
+    evidence = [(name.replace("_", " "), as_text(value)) for name, value in known.items()]
     shares = (f"{finding.share:.0%} of wall time", f"confidence {finding.confidence:.0%}", finding.derived)
     typed = list(filter(None, [change_as_typed(run.facts, finding)]))
     return Item(
@@ -222,7 +223,7 @@ def time_spent(run: RecordedRun, *, brief: bool = False) -> list[Part]:
     cost = ""
     spent_us, share = run.overhead.values()
     if share is not None:
-        cost = f"Measuring took about {spent_us:.0f} µs a step ({share:.2%})"
+        cost = f"Measuring took about {spent_us:.0f} µs a step ({share:.2%} of it)."
     if brief:
         return [training, cost]
     striped = "Striped: the GPU was idle meanwhile." * knows_idle

@@ -180,9 +180,9 @@ def phase_family(phase: str) -> str:
 
 
 def sentence(words: str) -> str:
-    """With a capital letter, unless it begins with code."""
-    first = words.partition(" ")[0].rstrip(":,;")
-    return words[:1].upper() + words[1:] if first.isalpha() else words
+    """With a capital letter, unless it begins with code or is one word, such as a folder."""
+    first, space, _ = words.partition(" ")
+    return words[:1].upper() + words[1:] if space and first.rstrip(":,;").isalpha() else words
 
 
 def as_text(value: object) -> str:
@@ -191,8 +191,11 @@ def as_text(value: object) -> str:
         return "not set"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        value = [f"{name.replace('_', ' ')} {as_text(item)}" for name, item in value.items()]
     if isinstance(value, list | tuple):
-        return ", ".join(as_text(item) for item in value)[:MAX_TEXT] or "none"
+        separator = "; " if value and isinstance(value[0], dict) else ", "
+        return separator.join(map(as_text, value))[:MAX_TEXT] or "none"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int) and value >= 10_000:
