@@ -41,7 +41,7 @@ from flatout.model.formatting import (
 from flatout.model.gpus import peak
 from flatout.model.records import SPANS_A_STEP, Facts, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
-from flatout.trace import GpuSample, Note, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport
+from flatout.trace import GpuSample, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport
 from flatout.trace.downsample import window_of
 from flatout.trace.reader import from_json
 
@@ -201,8 +201,8 @@ class RecordedRun:
     @cached_property
     def notes(self) -> list[str]:
         """What a person should know, without secrets too."""
-        notes = (*_note_of_a_hang(self.first), *self.trace.notes, *self.first.notes)
-        return [redact_text(note.text) for note in notes]
+        notes = (note.text for note in (*self.trace.notes, *self.first.notes))
+        return [redact_text(text) for text in (_how_it_hung(self.first), *notes) if text]
 
     @cached_property
     def ended(self) -> str | None:
@@ -490,14 +490,11 @@ def _steps(rank: RankTrace) -> str:
     return steps if rank.end is not None else f"at least {steps}"
 
 
-def _note_of_a_hang(rank: RankTrace) -> tuple[Note, ...]:
-    """Where a run ended in a long wait: its steps do not show why it hung."""
-    tail = next((step for step in rank.steps if step.kind == "tail"), None)
-    if tail is None or len(tail.spans) > SPANS_A_STEP:  # more spans than that are summed up
-        return ()
-    last = next((span for span in reversed(tail.spans) if span.name != "rest"), None)
-    if last is None or last.name not in WAITS or last.host_ms < HANG_MS:
-        return ()
+def _how_it_hung(rank: RankTrace) -> str:
+    """Where a run ended in a long wait, which its steps do not show; else empty."""
+    spans = next((step.spans for step in rank.steps if step.kind == "tail"), ())
+    last = next((span for span in reversed(spans) if span.name != "rest"), None)
+    if len(spans) > SPANS_A_STEP or last is None or last.name not in WAITS or last.host_ms < HANG_MS:
+        return ""  # more spans than that are summed up
     place = f" ({last.where})" if last.where else ""
-    text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {WAITS[last.name]}{place}: it hung"
-    return (Note(time_s=tail.start_s, text=text),)
+    return f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {WAITS[last.name]}{place}: it hung"

@@ -325,17 +325,17 @@ def _speeds(rank: RankTrace) -> Speeds | None:
         sketches = [window.wall_ms for window in rank.windows[1:]]
         if len(sketches) < BLOCKS:
             return None
-        whole, *blocks = map(Sketch.merged, (sketches, *(sketches[block] for block in blocks_of(len(sketches)))))
-        return (
-            _speed(whole.quantile(0.5) or 0.0, [block.quantile(0.5) or 0.0 for block in blocks]),
-            _speed(whole.mean or 0.0, [block.mean or 0.0 for block in blocks]),
-        )
-    if not enough(len(steps), sum(step.wall_ms for step in steps) / 1e3, MIN_STEPS):
-        return None
-    times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
-    parts = [times_ms[block] for block in blocks_of(len(times_ms))]
-    return _speed(median(times_ms), list(map(median, parts))), _speed(fmean(times_ms), list(map(fmean, parts)))
+        merged = map(Sketch.merged, (sketches, *(sketches[block] for block in blocks_of(len(sketches)))))
+        step_ms = [(sketch.quantile(0.5) or 0.0, sketch.mean or 0.0) for sketch in merged]
+    else:
+        if not enough(len(steps), sum(step.wall_ms for step in steps) / 1e3, MIN_STEPS):
+            return None
+        times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
+        parts = (times_ms, *(times_ms[block] for block in blocks_of(len(times_ms))))
+        step_ms = [(median(part), fmean(part)) for part in parts]
+    medians_ms, means_ms = zip(*step_ms, strict=True)  # of all steps, and of each block
+    return _speed(*medians_ms), _speed(*means_ms)
 
 
-def _speed(step_ms: float, blocks_ms: Sequence[float]) -> Measured:
+def _speed(step_ms: float, *blocks_ms: float) -> Measured:
     return Measured(value=1e3 / step_ms, error=error_of(blocks_ms), freedom=len(blocks_ms) - 1)

@@ -160,8 +160,11 @@ def ceiling_in_words(b: Breakdown) -> str | None:
 
 def finding_item(run: RecordedRun, finding: Finding) -> Item:
     """A finding, with the change to make."""
-    known = {name: value for name, value in finding.evidence.items() if value is not None}
-    evidence = [(name.replace("_", " "), as_text(value)) for name, value in known.items()]
+    evidence = []
+    for name, value in finding.evidence.items():
+        is_share = "share" in name and isinstance(value, float)
+        if value is not None and value not in ([], {}):
+            evidence.append((name.replace("_", " "), f"{value:.1%}" if is_share else as_text(value)))
     shares = (f"{finding.share:.0%} of wall time", f"confidence {finding.confidence:.0%}", finding.derived)
     typed = list(filter(None, [change_as_typed(run.facts, finding)]))
     return Item(
