@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from html import escape
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -178,14 +179,18 @@ def show(folder: Path, price: Price | None = None) -> None:
 
 
 def _display_report(folder: Path, price: Price | None) -> None:
+    from rich.console import Console
+
     from flatout.report import read_run
-    from flatout.report.page import page, summary
+    from flatout.report.page import page
+    from flatout.report.terminal import WIDTH, show
 
     report = read_run([folder], price)
-    text, file = page(report), folder / "report.html"
+    text, file, summary = page(report), folder / "report.html", StringIO()
     write_whole(file, text)
+    show(report, Console(file=summary, width=WIDTH, highlight=False, force_jupyter=False))
     link = f'<a href="{escape(str(file))}" target="_blank">{escape(str(file))}</a>'
-    _display(f"{summary(report)}<p>Trace and report: {link}</p>", text)
+    _display(f"<pre>{escape(summary.getvalue())}</pre><p>The report: {link}</p>", text)
 
 
 def _display(summary: str, page: str) -> None:

@@ -7,7 +7,7 @@ between any two runs of the same training (page cache, clocks, neighbours) only 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple

@@ -114,7 +114,7 @@ class FixSummary:
             return "Interrupted: nothing was kept so far."
         names = ", ".join(dict.fromkeys(in_words(attempt.change) for attempt in result.attempts))
         if names:
-            return f"Nothing to change: tried, and not kept: {names} ({result.stopped})."
+            return f"Nothing to change. Tried and not kept: {names} ({result.stopped})."
         if result.untried:
             return f"Nothing was tried: {result.stopped}."
         return f"Nothing to change: nothing was worth trying ({result.stopped})."
@@ -208,7 +208,8 @@ class FixSummary:
             speed = trial.speed.value if trial.speed is not None else 0.0
             rows.append((trial.what, in_full(speed) if speed else "", duration(1e3 * trial.seconds)))
             bars.append(TableBar(speed / fastest))
-        return Table("", ("run", "speed", "took"), rows, bars=bars)
+        unit = next((trial.speed.unit for trial in self.result.trials if trial.speed is not None), "")
+        return Table("", ("run", unit, "took"), rows, bars=bars)
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout fix --json`."""

@@ -86,23 +86,6 @@ def page(report: Report) -> str:
     return re.sub(r"{{(\w+)}}", lambda match: values[match[1]], template)
 
 
-def summary(report: Report) -> Html:
-    """What matters most, for the cell of a notebook, which has a style of its own."""
-    view = view_of(report, brief=True)
-    items = [part for section in view.sections for part in section.parts if isinstance(part, Item)]
-    return join([
-        *(tag("p", tag("strong", line)) for line in view.headlines),
-        *(tag("p", f"Note: {note}.") for note in view.notes),
-        _table(Table("", ("the run", "", ""), view.figures, numbers_from=3)),
-        tag("ol", *map(_in_short, items)) if items else None,
-    ])  # fmt: skip
-
-
-def _in_short(item: Item) -> Html:
-    beside = ", ".join(filter(None, (item.brief, item.code, item.where)))
-    return tag("li", sentence(item.title), f" ({beside})" * bool(beside), *(tag("pre", text) for text in item.to_copy))
-
-
 def _hash_of(name: str, template: str) -> str:
     """The page's script or style as a content security policy names it."""
     text = template.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
@@ -126,12 +109,13 @@ def _head(view: ReportView) -> Html:
 
 
 def _item(item: Item) -> Html:
-    code = tag("code", item.code, class_="chip", title=f"flatout explain {item.code}")
+    code = item.code and tag("code", item.code, class_="chip", title=f"flatout explain {item.code}")
+    place = item.where and tag("span", item.where, class_="where")
     lines = filter(None, (*item.lines, item.copy_as))
     evidence = _table(Table("", ("what", "value"), item.evidence))
     return tag(
         "article",
-        tag("p", code, tag("span", item.where, class_="where")),
+        (code or place) and tag("p", code, place),
         tag("h3", sentence(item.title)),
         tag("p", " · ".join(filter(None, (item.brief, item.quiet))), class_="meta"),
         *(tag("p", sentence(line)) for line in lines),

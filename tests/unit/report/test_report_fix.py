@@ -115,7 +115,7 @@ def test_speeds_that_count_pauses_say_so() -> None:
 def test_a_gain_within_the_noise_is_not_called_worthless(starved: FixSummary) -> None:
     tried = replace(starved.kept[0], gain=Gain(value=1.1, low=0.9, high=1.1))
     sentence = with_attempts(starved, tried, kept=()).sentence()
-    assert sentence.startswith("Nothing to change: tried, and not kept: elastic loader")
+    assert sentence.startswith("Nothing to change. Tried and not kept: elastic loader")
 
 
 def test_an_unproven_change_is_not_said_to_leave_training_the_same(starved: FixSummary) -> None:
