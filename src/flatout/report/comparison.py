@@ -68,8 +68,9 @@ class Losses(NamedTuple):
 
     def sentence(self) -> str:
         """The answer."""
-        apart = f"B − A = {self.end_b - self.end_a:+.4g} ({self.low:+.4g} to {self.high:+.4g}), {self.verdict}"
-        return f"Loss over the last quarter of what both did: {self.end_a:.4g} and {self.end_b:.4g}; {apart}."
+        apart = f"B − A = {self.end_b - self.end_a:+.2g} ({self.low:+.2g} to {self.high:+.2g})".replace("-", "−")
+        ends = f"{self.end_a:.4g} (A) and {self.end_b:.4g} (B)"
+        return f"{ends} over the last quarter of what both did; {apart}: {self.verdict}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ class Comparison:
         sections = [ReportSection("phases", "Where a step's time goes", [self.phases("A", "B")])]
         if not brief:
             sections.append(ReportSection("steps", "Step by step", self.plots()))
-        sections.append(ReportSection("losses", "Losses", losses))
+        sections.append(ReportSection("losses", "Loss", losses))
         sections.append(ReportSection("differences", "What differs", [differences]))
         if not brief:
             sections.append(ReportSection("intervals", "Intervals", [INTERVALS]))
