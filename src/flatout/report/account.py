@@ -41,7 +41,7 @@ from flatout.model.formatting import (
 from flatout.model.gpus import peak
 from flatout.model.records import SPANS_A_STEP, Facts, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
-from flatout.trace import GpuSample, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport
+from flatout.trace import GpuSample, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport, Xray
 from flatout.trace.downsample import window_of
 from flatout.trace.reader import from_json
 
@@ -104,41 +104,65 @@ class RankFigures(NamedTuple):
         return cls(summary.info, breakdown(RankTrace(info=summary.info, windows=(whole,))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Workers:
-    """What the loader workers of one dataset did, all together."""
+    """What loaded the samples of one dataset: its workers all together, or the training process."""
 
-    dataset: str
-    length: int | None
-    workers: int
-    samples: int
-    sample_ms: Sketch
-    busy_share: float
-    cpu_share: float
-    run_delay_share: float | None
-    collate_share: float
-    transforms_ms: dict[str, float]
-    slowest: tuple[tuple[float, int], ...]
-    random_used: tuple[str, ...]
+    work: LoaderWork
 
     def __str__(self) -> str:
         """The dataset with its length: training and validation data are often of one class."""
-        return dataset_in_words(self.dataset, self.length)
+        return dataset_in_words(self.work.reports[0].dataset, self.work.reports[0].length)
+
+    @cached_property
+    def at_once(self) -> int:
+        """How many workers there were at the same time; they may come and go, and flatout's all have one number."""
+        lives: dict[int, tuple[float, float]] = {}
+        for report in self.work.reports:  # one that gets its dataset again reports on it again
+            if report.worker is not None:
+                born_s, over_s = lives.get(report.pid, (report.born_s, report.time_s))
+                lives[report.pid] = min(born_s, report.born_s), max(over_s, report.time_s)
+        changes = sorted(change for born_s, over_s in lives.values() for change in ((born_s, 1), (over_s, -1)))
+        return max(itertools.accumulate((by for _, by in changes), initial=0))
+
+    @property
+    def random_used(self) -> list[str]:
+        """The libraries whose random numbers its samples draw."""
+        return sorted({name for report in self.work.reports for name in report.random_used})
 
     def sentence(self) -> str:
         """Who loaded how much of it, and how fast."""
-        median, worst = self.sample_ms.quantile(0.5) or 0.0, self.sample_ms.high
-        who = count_of(self.workers, "worker") if self.workers else "the training process"
-        text = f"{who} load{'s' * (self.workers < 2)} {self}: {ms(median)} a sample (at worst {ms(worst)})"
-        text += f", {min(1.0, self.cpu_share):.0%} of it on a core"
-        if self.transforms_ms:
-            name, spent = max(self.transforms_ms.items(), key=lambda item: item[1])
+        work, who = self.work, count_of(self.at_once, "worker") if self.at_once else "the training process"
+        median, worst = work.sample_ms.quantile(0.5) or 0.0, work.sample_ms.high
+        text = f"{who} load{'s' * (self.at_once < 2)} {self}: {ms(median)} a sample (at worst {ms(worst)})"
+        if work.on_core is not None:
+            text += f", {min(1.0, work.on_core):.0%} of it on a core"
+        if work.transforms_ms:
+            name, spent = max(work.transforms_ms.items(), key=lambda item: item[1])
             text += f", {ms(spent)} in {name}"
-        if self.workers:
-            text += f"; busy {self.busy_share:.0%} of the time"
+        if self.at_once and work.busy is not None:
+            text += f"; busy {work.busy:.0%} of the time"
         if self.random_used:
             text += f"; samples draw random numbers from {', '.join(self.random_used)}"
         return text
+
+    def to_json(self) -> dict[str, Any]:
+        """As documented."""
+        work = self.work
+        return {
+            "dataset": work.reports[0].dataset,
+            "length": work.reports[0].length,
+            "workers": self.at_once,
+            "samples": int(work.total("samples")),
+            "sample_ms": _quantiles(work.sample_ms),
+            "busy_share": work.busy,
+            "cpu_share": work.on_core,
+            "run_delay_share": work.delay,
+            "collate_share": work.collating,
+            "transforms_ms": work.transforms_ms,
+            "slowest": work.slowest,
+            "random_used": self.random_used,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +254,8 @@ class RecordedRun:
         groups: dict[tuple[str, int | None], list[WorkerReport]] = {}
         for report in self.first.workers:
             groups.setdefault((report.dataset, report.length), []).append(report)
-        return tuple(_summed_up(reports) for reports in groups.values() if any(r.samples for r in reports))
+        works = (LoaderWork(tuple(reports)) for reports in groups.values())
+        return tuple(Workers(work) for work in works if work.total("samples"))
 
     @cached_property
     def model_flops(self) -> dict[str, Any] | None:
@@ -343,8 +368,8 @@ class RecordedRun:
             "account": to_json(self.causes.charges) if self.causes is not None else [],
             "lines": [line for phase in self.lines for line in phase.to_json()],
             "facts": {"steps": b.steps, **speeds, **to_json(self.facts)},
-            "xray": _with_quantiles(self.first.xray) if self.first.xray is not None else None,
-            "workers": [_with_quantiles(workers) for workers in self.workers],
+            "xray": _xray_to_json(self.first.xray) if self.first.xray is not None else None,
+            "workers": [workers.to_json() for workers in self.workers],
             "hardware": self.hardware,
             "costs": self.costs,
             "model_flops": self.model_flops,
@@ -402,59 +427,19 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _with_quantiles(record: Any) -> dict[str, Any]:
-    """A record with its sketches as a few quantiles."""
-    data = {}
-    for entry in dataclasses.fields(record):
-        item = getattr(record, entry.name)
-        if isinstance(item, Sketch):
-            p50, p95, highest = (item.quantile(q) for q in (0.5, 0.95, 1.0))
-            item = {"mean": item.mean, "p50": p50, "p95": p95, "max": highest}
-        data[entry.name] = item
-    return data
+def _quantiles(sketch: Sketch) -> dict[str, float | None]:
+    p50, p95, highest = (sketch.quantile(q) for q in (0.5, 0.95, 1.0))
+    return {"mean": sketch.mean, "p50": p50, "p95": p95, "max": highest}
 
 
-# Loader workers
+def _xray_to_json(xray: Xray) -> dict[str, Any]:
+    data = {entry.name: getattr(xray, entry.name) for entry in dataclasses.fields(xray)}
+    return {name: _quantiles(item) if isinstance(item, Sketch) else item for name, item in data.items()}
 
 
 def dataset_in_words(name: str, length: int | None) -> str:
     """A dataset, and its length where it is known."""
     return name if length is None else f"{name} of {count_of(length, 'sample')}"
-
-
-def _summed_up(reports: Sequence[WorkerReport]) -> Workers:
-    work = LoaderWork(tuple(reports))
-    alive = sum(over_s - born_s for born_s, over_s in _lives(reports)) or 1.0
-    delays = [r.run_delay_s for r in reports if r.run_delay_s is not None]
-    return Workers(
-        dataset=reports[0].dataset,
-        length=reports[0].length,
-        workers=_at_once([r for r in reports if r.worker is not None]),
-        samples=sum(r.samples for r in reports),
-        sample_ms=work.sample_ms,
-        busy_share=work.worked_s / alive,
-        cpu_share=work.total("sample_cpu_s") / (work.total("sample_wall_s") or 1e-9),
-        run_delay_share=sum(delays) / alive if delays else None,
-        collate_share=work.collating or 0.0,
-        transforms_ms=work.transforms_ms,
-        slowest=tuple(work.slowest),
-        random_used=tuple(sorted({name for r in reports for name in r.random_used})),
-    )
-
-
-def _at_once(workers: Sequence[WorkerReport]) -> int:
-    """How many there were at the same time. They may come and go, and flatout's own all have one number."""
-    changes = sorted(change for born_s, over_s in _lives(workers) for change in ((born_s, 1), (over_s, -1)))
-    return max(itertools.accumulate((by for _, by in changes), initial=0))
-
-
-def _lives(workers: Sequence[WorkerReport]) -> list[tuple[float, float]]:
-    """From when to when each process was there: one that gets its dataset again reports on it again."""
-    known: dict[int, tuple[float, float]] = {}
-    for worker in workers:
-        born_s, over_s = known.get(worker.pid, (worker.born_s, worker.time_s))
-        known[worker.pid] = min(born_s, worker.born_s), max(over_s, worker.time_s)
-    return list(known.values())
 
 
 # The end

@@ -275,8 +275,8 @@ def _slow_samples(run: RecordedRun) -> list[Part]:
     """The slowest samples of each dataset, to look them up."""
     parts: list[Part] = []
     for workers in run.workers:
-        median = workers.sample_ms.quantile(0.5) or 0.0
-        rows = [(f"{index:,}", ms(took), f"{took / (median or took):,.1f}×") for took, index in workers.slowest]
+        median = workers.work.sample_ms.quantile(0.5) or 0.0
+        rows = [(f"{index:,}", ms(took), f"{took / (median or took):,.1f}×") for took, index in workers.work.slowest]
         parts.append(Table(f"The slowest samples of {workers}", ("index", "took", "of the median"), rows))
     return parts
 
