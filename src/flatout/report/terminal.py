@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.fix.result import ProgressListener
-from flatout.model.formatting import count_of, duration, printable
+from flatout.model.formatting import count_of, duration
 from flatout.report import Report, view_of
 from flatout.report.views import CodeFrame, Item, Part, Table
 
@@ -29,6 +30,9 @@ STATUSES = {  # in words, and their style
     OK: ("ok", "green"),
     NOT_APPLICABLE: ("not judged", "dim"),
 }
+# Control characters, but for tabs and line ends; and what reverses the order of letters. `printable` would be too late:
+# rich has taken the ends of escape sequences already.
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 MAX_ROWS = 20
 BAR = 12
 
@@ -106,7 +110,7 @@ def _say(console: Console, text: str, *, indent: int = 0, hang: int = 0, style: 
 
 def _print(console: Console, text: Text) -> None:
     """Print lines as they are. All text of a trace or a script comes by here; a terminal must not obey it."""
-    text.plain = printable(text.plain)
+    text.plain = OBEYED.sub("", text.plain)
     console.print(text, soft_wrap=True)
 
 
@@ -231,7 +235,7 @@ class FixProgress(ProgressListener):
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         self._bar.add_task(
-            printable(f"run {number}{of}: {what}"),
+            OBEYED.sub("", f"run {number}{of}: {what}"),
             total=about or None,
             completed=number - 1,
             left_s=left_s,
