@@ -88,7 +88,6 @@ def fix(
     options: dict[str, Any] = {"allow": allow, "only": only, "skip": skip, "steps": steps, "unprotected": unprotected}
     runs = out.parent / launcher.default_folder([*command[:1], "fix.py"])  # the current folder may be read-only
     budget_s, hourly_price = seconds_of(budget), read_price(price)
-    Wishes.of(allow, only, skip)
     if resume:
         earlier = to_resume(command, runs.parent, folder)
         runs = earlier.folder

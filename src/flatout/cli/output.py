@@ -36,17 +36,13 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False)
 
 
-def write_results(
-    json_to: str | None, data: Callable[[], Any], html_to: str | None = None, page: Callable[[], str] = str
-) -> bool:
-    """Write a result to the files asked for. Returns whether stdout is still free for text."""
+def write_results(json_to: str | None, data: Callable[[], Any]) -> bool:
+    """Write a result as JSON, if that is asked for. Returns whether stdout is still free for text."""
     import json
 
     if json_to is not None:
         _write_text(json_to, json.dumps(data(), indent=2, default=str) + "\n")
-    if html_to is not None:
-        _write_text(html_to, page())
-    return "-" not in (json_to, html_to)
+    return json_to != "-"
 
 
 def write_report(report: Report, json_to: str | None, html_to: str | None, terminal: Console | None) -> None:
@@ -58,7 +54,9 @@ def write_report(report: Report, json_to: str | None, html_to: str | None, termi
     from flatout.report.terminal import show
 
     try:
-        write_results(json_to, report.to_json, html_to, lambda: page(report))
+        write_results(json_to, report.to_json)
+        if html_to is not None:
+            _write_text(html_to, page(report))
     finally:
         if terminal is not None and ("-" not in (json_to, html_to) or terminal.stderr):
             show(report, terminal)

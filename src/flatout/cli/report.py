@@ -115,16 +115,12 @@ def summarize_runs(folder: Path, *, keep: bool, most: int, quiet: bool, why_empt
         if not keep:
             remove_if_empty(folder.parent)
         if not keep and folder.is_dir():  # there is one more
-            _remove_older(most, folder.parent, quiet=quiet)
+            from flatout.report.history import remove_older
 
-
-def _remove_older(most: int, runs: Path, *, quiet: bool) -> None:
-    from flatout.report.history import remove_older
-
-    gone = remove_older(most, runs)
-    if gone and not quiet:
-        which = count_of(gone, "older recording")
-        say(f"{which} removed from {runs}: it keeps the last {most} (--keep N or FLATOUT_KEEP; 0: all)")
+            gone = remove_older(most, folder.parent)
+            if gone and not quiet:
+                which = f"{count_of(gone, 'older recording')} removed from {folder.parent}"
+                say(f"{which}: it keeps the last {most} (--keep N or FLATOUT_KEEP; 0: all)")
 
 
 def summarize_run(

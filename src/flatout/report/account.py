@@ -237,7 +237,7 @@ class RecordedRun:
     def lines(self) -> tuple[PhaseLines, ...]:
         """The lines that took the time of the loop's own code, and of what makes samples and batches."""
         metrics = self.metrics[0]
-        dataset, waits = metrics.loader.dataset.rpartition(".")[2], metrics.share("data")
+        dataset, waits = metrics.loader.class_name, metrics.share("data")
         own = in_training(self.first, OWN_CODE)
         samples, collate = (in_workers(self.first, dataset, (phase,)) for phase in (SAMPLES, COLLATE))
         phases = [
