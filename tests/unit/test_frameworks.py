@@ -7,7 +7,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Sub
 from torch.utils.data.distributed import DistributedSampler
 
 from flatout.engine.datasets import ChainedEpochs
-from flatout.inside import loaders
+from flatout.inside import run_facts
 from flatout.model.frameworks import (
     PURE_SAMPLERS,
     RUN_LOOPS,
@@ -42,5 +42,5 @@ def test_a_package_has_one_entry() -> None:
 def test_the_framework_is_the_one_that_calls_or_whose_loader_it_is(
     caller: str, loader_module: str, framework: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaders, "called_from", caller.endswith)
-    assert loaders.framework_of(loader_module) == framework
+    monkeypatch.setattr(run_facts, "called_from", caller.endswith)
+    assert run_facts.framework_of(loader_module) == framework

@@ -14,7 +14,7 @@ import pytest
 
 import flatout
 from flatout import notebook
-from flatout.inside.loaders import why_workers_fail
+from flatout.inside.run_facts import why_workers_fail
 from flatout.inside.stacks import cell_of
 from flatout.model.inputs import as_script
 

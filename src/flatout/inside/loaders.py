@@ -1,6 +1,6 @@
-"""What is known of the script's loaders: their settings, what is in their batches, and what loading samples takes.
+"""What is seen of the script's loaders: what is in their batches, and what loading samples takes.
 
-    training process   LoaderNotes   settings, writes to the dataset, tokens
+    training process   LoaderNotes   writes to the dataset, tokens
     each worker        Meter         time in `__getitem__`, its transforms, collate, and waiting
 
 Wall time, CPU time and run delay together tell a slow disk from too many workers. Now and then a worker appends its
@@ -29,105 +29,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.inside.patches import Patches, Stage, Subscriber
-from flatout.inside.stacks import StackSampler, called_from
+from flatout.inside.run_facts import batches_ahead, loader_facts
+from flatout.inside.stacks import StackSampler
 from flatout.launch.protocol import RANK
-from flatout.model.frameworks import FRAMEWORKS
 from flatout.model.records import LoaderFacts, Stacks, TokenFacts, encode, length_of
 from flatout.redact import redact_text
 from flatout.trace import Sketch, WorkerReport
 
 if TYPE_CHECKING:
     from flatout.feed.dataset_check import DatasetCheck
-
-# -- settings
-
-
-def loader_facts(loader: Any) -> LoaderFacts:
-    """A DataLoader's settings as they are in force."""
-    dataset = loader.dataset
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-    context = loader.multiprocessing_context
-    method = context.get_start_method() if context is not None else torch.multiprocessing.get_start_method(True)
-    return LoaderFacts(
-        dataset=_qualified_name(dataset),
-        length=length_of(dataset),
-        iterable=iterable,
-        batch_size=loader.batch_size,
-        batches=None if iterable else length_of(loader),  # torch warns when a stream has another length than it says
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory=bool(loader.pin_memory),
-        drop_last=loader.drop_last,
-        sampler=_qualified_name(getattr(loader, "sampler", None)),
-        batch_sampler=_qualified_name(getattr(loader, "batch_sampler", None)),
-        collate=getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
-        start_method=method,
-        framework=framework_of(type(loader).__module__),
-        elastic=type(loader).__module__.startswith("flatout."),
-    )
-
-
-def _qualified_name(value: Any) -> str:
-    """The class of a value, with its module: a script may have a RandomSampler of its own."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def framework_of(loader_module: str) -> str | None:
-    """The framework whose loop begins a pass over a loader, by its caller and by the loader's own class."""
-    for framework in FRAMEWORKS:
-        if any(map(called_from, framework.loop_files)):
-            return framework.packages[0]
-    return next((each.packages[0] for each in FRAMEWORKS if each.loader_module == loader_module), None)
-
-
-def batches_ahead(loader: LoaderFacts) -> int:
-    """How many batches the workers of such a loader may have ready; at most a quarter of an epoch."""
-    if loader.elastic or not loader.num_workers:
-        return 0
-    ready = loader.num_workers * (loader.prefetch_factor or 2)
-    batches = loader.batches
-    if not batches and loader.length and loader.batch_size:
-        batches = loader.length // loader.batch_size
-    return min(ready, batches // 4) if batches else ready
-
-
-# -- workers, and what the cells of a notebook define
-
-_said: set[str] = set()
-
-
-def warn_of_workers(loader: Any) -> None:
-    """Say once, before PyTorch fails, why its workers cannot get what a cell defines."""
-    text = why_workers_fail(loader)
-    if text and text not in _said:
-        _said.add(text)
-        print(f"flatout: {text}", file=sys.stderr)
-
-
-def why_workers_fail(loader: Any) -> str:
-    """Why workers that are not forked cannot start, and what to do; empty where they can."""
-    context = loader.multiprocessing_context or multiprocessing
-    # Without `allow_none` the start method would be settled, and the script could set none any more.
-    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if not loader.num_workers or method == "fork" or hasattr(sys.modules["__main__"], "__file__"):
-        return ""
-    dataset = loader.dataset
-    parts = [loader.collate_fn, loader.worker_init_fn, dataset]
-    while (dataset := getattr(dataset, "dataset", None)) is not None and len(parts) < 10:  # a Subset, say
-        parts.append(dataset)
-    names = [getattr(part, "__qualname__", type(part).__name__) for part in parts if _is_of_a_cell(part)]
-    if not names:
-        return ""
-    return (
-        f"workers started by {method} cannot get {names[0]}, which a cell defines. Put it in a file (%%writefile "
-        f"data.py) and import it (from data import {names[0]}), or give the DataLoader multiprocessing_context='fork'"
-    )
-
-
-def _is_of_a_cell(part: Any) -> bool:
-    return getattr(part, "__module__", None) == "__main__"
-
 
 # -- tokens in batches on the CPU
 

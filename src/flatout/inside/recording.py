@@ -24,7 +24,7 @@ import torch.utils.data.dataloader as torch_loader
 
 from flatout.inside import run_facts
 from flatout.inside.changes.ledger import Ledger
-from flatout.inside.loaders import LoaderNotes, Meters, warn_of_workers
+from flatout.inside.loaders import LoaderNotes, Meters
 from flatout.inside.patches import Patches, Stage
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
@@ -213,7 +213,7 @@ class Recording:
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass, and perhaps to start its workers."""
-        warn_of_workers(loader)
+        run_facts.warn_of_workers(loader)
         self._loaders_by_number[number] = loader
         os.environ[RANK] = str(run_facts.ranks()[0])  # its workers write beside the rank they belong to
         self.loaders.pass_begins(number, loader)

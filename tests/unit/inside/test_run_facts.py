@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from flatout.inside.loaders import loader_facts
+from flatout.inside.run_facts import loader_facts
 from flatout.model.frameworks import PURE_SAMPLERS
 
 DATA = TensorDataset(torch.arange(100))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatout.inside import trial
-from flatout.inside.loaders import batches_ahead
+from flatout.inside.run_facts import batches_ahead
 from flatout.inside.trial import TrialProgress
 from flatout.launch.protocol import MOST_STEPS, Options, Trial
 from flatout.model.records import LoaderFacts
