@@ -39,7 +39,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from benchmarks.machine import describe, figure, headline
 from flatout.feed import DataLoader, feed_of, to_device
-from flatout.feed.loader import Auto
+from flatout.feed.scheduler import Auto
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CORES = len(os.sched_getaffinity(0))

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from flatout.feed import BadSampleError, DataLoader
-from flatout.feed.loader import Auto
+from flatout.feed.scheduler import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatout.feed.device import to_device
-    from flatout.feed.loader import DataLoader, LoaderOptions, feed_of, iterator_for
+    from flatout.feed.loader import DataLoader, feed_of, iterator_for
+    from flatout.feed.scheduler import LoaderOptions
     from flatout.feed.worker_pool import BadSample, BadSampleError
 
 __all__ = ["BadSample", "BadSampleError", "DataLoader", "LoaderOptions", "feed_of", "iterator_for", "to_device"]

@@ -1,11 +1,10 @@
 """Batches that arrive on the GPU: the next ones are copied on a stream of their own while this one computes.
 
     host batch (page-locked slot) ──copy, convert──► device batch ──event──► your stream waits for it, you compute
-             side stream, one or two batches ahead                 the slot is free when the copy is over
+             side stream, some batches ahead                    the slot is free when the copy is over
 
-Bytes travel as they are (uint8 stays uint8 on the way) and become floats, channels_last or what `convert`
-makes of them on the GPU. Memory made on the side stream is marked as used on yours (`record_stream`), so
-the caching allocator hands it out again only when your work with it is over.
+Memory made on the side stream is marked as used on yours (`record_stream`), so the caching allocator hands it out
+again only when your work with it is over.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ import torch
 from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from flatout.feed.iterator import FeedIterator
-from flatout.feed.loader import DataLoader, LoaderOptions, iterator_for
+from flatout.feed.loader import DataLoader, iterator_for
+from flatout.feed.scheduler import LoaderOptions
 
 
 def to_device(

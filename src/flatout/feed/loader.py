@@ -11,7 +11,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,34 +22,13 @@ from flatout.feed import randomness
 from flatout.feed.channel import Recipe
 from flatout.feed.dataset_check import DatasetCheck, functions_of, names_in, with_wrapped
 from flatout.feed.iterator import FeedIterator, PassPosition, generators_of
-from flatout.feed.scheduler import BatchScheduler
+from flatout.feed.scheduler import Auto, BatchScheduler, LoaderOptions
 from flatout.model.frameworks import SEEDING_MODULES
 from flatout.sample import budget
 
 log = logging.getLogger("flatout.feed")
 _MIN_PILLOW = 11
 T_co = TypeVar("T_co", covariant=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderOptions:
-    """What our loader can do that PyTorch's arguments do not say."""
-
-    # None: as many as the loader declares; "tuned": as many, none included, until the scheduler is told otherwise.
-    workers: Literal["auto", "tuned"] | None = None
-    on_bad_sample: Literal["raise", "skip"] = "raise"
-    hang_timeout: float = 600.0
-    page_locked: bool = False  # whatever the loader's pin_memory says
-    defer: bool = False  # leave to the GPU what samples do to their pictures
-
-
-class Auto(int):
-    """`num_workers="auto"` as it stands in a loader: a number of workers to begin with, which may change.
-
-    Code that makes another loader from this one's attributes, as Lightning does, hands it on.
-    """
-
-    __slots__ = ()
 
 
 class DataLoader(TorchLoader[T_co]):
@@ -110,16 +88,16 @@ class DataLoader(TorchLoader[T_co]):
             page_locked=self._page_locked,
         )
         iterator, reason = iterator_for(self, options, resume)
-        if iterator is None:
-            if reason != self._reason_shown:
-                log.info("PyTorch's loader: %s", reason)
-            self._reason_shown = reason
-            if resume is not None:
-                raise RuntimeError(f"this loader cannot resume in mid-epoch: {reason}")
-            return super()._get_iterator()
-        if random_state is not None:
-            randomness.restore(random_state)
-        return iterator
+        if iterator is not None:
+            if random_state is not None:
+                randomness.restore(random_state)
+            return iterator
+        if reason != self._reason_shown:
+            log.info("PyTorch's loader: %s", reason)
+        self._reason_shown = reason
+        if resume is not None:
+            raise RuntimeError(f"this loader cannot resume in mid-epoch: {reason}")
+        return super()._get_iterator()
 
     def __iter__(self) -> Any:
         iterator = super().__iter__()
@@ -210,7 +188,15 @@ def iterator_for(
         check = None
         if loader.num_workers == 0 and (before is None or not before.checked):
             check = functools.partial(DatasetCheck, loader.dataset, loader.collate_fn)
-        recipe = _recipe_of(loader, options)
+        recipe = Recipe(
+            dataset=loader.dataset,
+            collate_fn=loader.collate_fn,
+            auto_collation=loader._auto_collation,
+            drop_last=loader.drop_last,
+            declared=int(loader.num_workers) or _workers_to_start_with(loader.dataset),
+            skip_bad=options.on_bad_sample == "skip",
+            defer=options.defer and not why_not_deferred(loader),
+        )
         scheduler = _scheduler_for(loader, recipe, options, before)
         try:
             scheduler.start_workers(recipe)  # before anything is drawn that PyTorch would draw again
@@ -219,18 +205,6 @@ def iterator_for(
         iterator = FeedIterator(loader, scheduler, resume, check=check, give_back=give_back)
         scheduler.iterator = weakref.ref(iterator)
         return iterator, ""
-
-
-def _recipe_of(loader: TorchLoader[Any], options: LoaderOptions) -> Recipe:
-    return Recipe(
-        dataset=loader.dataset,
-        collate_fn=loader.collate_fn,
-        auto_collation=loader._auto_collation,
-        drop_last=loader.drop_last,
-        declared=int(loader.num_workers) or _workers_to_start_with(loader.dataset),
-        skip_bad=options.on_bad_sample == "skip",
-        defer=options.defer and not why_not_deferred(loader),
-    )
 
 
 def _scheduler_for(
@@ -243,16 +217,7 @@ def _scheduler_for(
     in_use = latest is not None and not latest.position.finished
     if before is not None and not (in_use or before.closed or before.slots.page_locked != page_locked):
         return before
-    scheduler = BatchScheduler(
-        recipe,
-        loader.multiprocessing_context,
-        fixed=options.workers is None,
-        held_at=int(loader.num_workers) if options.workers == "tuned" else None,
-        may_do_without=_may_do_without(loader),
-        persistent=loader.persistent_workers,
-        page_locked=page_locked,
-        hang_timeout=options.hang_timeout,
-    )
+    scheduler = BatchScheduler(recipe, loader, options, page_locked=page_locked)
     if not in_use:
         _schedulers[loader] = scheduler
         if before is not None:
@@ -268,15 +233,6 @@ def feed_of(loader: TorchLoader[Any]) -> BatchScheduler | None:
 def _workers_to_start_with(dataset: Any) -> int:
     """All cores we may use; one where every worker would give all of the data."""
     return 1 if isinstance(dataset, IterableDataset) else budget.measure().cores
-
-
-def _may_do_without(loader: TorchLoader[Any]) -> bool:
-    """Whether batches may be made in the training process: the script has asked for no number of workers,
-    they have the dataset as it is, and can be forked."""
-    if loader.num_workers and not isinstance(loader.num_workers, Auto):
-        return False
-    context = loader.multiprocessing_context or multiprocessing
-    return not loader.persistent_workers and context.get_start_method() == "fork"
 
 
 # --- when PyTorch's iterator has to do ----------------------------------------------------------
@@ -295,9 +251,8 @@ def why_not(loader: TorchLoader[Any], options: LoaderOptions) -> str:
     # Batches go to any idle worker here: user code that minds its worker's number has to have PyTorch's workers.
     if loader.worker_init_fn is not None and _module_of(loader.worker_init_fn) not in SEEDING_MODULES:
         name = getattr(_unwrapped(loader.worker_init_fn), "__qualname__", type(loader.worker_init_fn).__name__)
-        return (
-            f"its worker_init_fn, {_module_of(loader.worker_init_fn)}.{name}, may make workers differ by their number"
-        )
+        name = f"{_module_of(loader.worker_init_fn)}.{name}"
+        return f"its worker_init_fn, {name}, may make workers differ by their number"
     asking = _asks_for_its_worker(loader)
     if asking:
         return f"{asking} calls get_worker_info(): its samples may depend on the number of their worker"

@@ -1,8 +1,7 @@
 """One loader's batches: hands tasks to workers, takes in results, redoes what died, and keeps the order.
 
-It is driven by the training loop alone: there is no thread. Whenever a batch is handed over, workers are
-given enough tasks to go on with while the training process is away. Where workers are of no use, batches are
-made in this process, each when the loop asks for it.
+It is driven by the training loop alone: there is no thread. With each batch that is handed over, workers get enough
+to do while the training process is away. Where they are of no use, each batch is made here when the loop asks for it.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
+from torch import multiprocessing
 from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
 
 from flatout.feed import packing, randomness
-from flatout.feed.channel import BOARD_BYTES, Done, Recipe, Task
+from flatout.feed.channel import Done, Recipe, Task
 from flatout.feed.controller import Tuning
 from flatout.feed.randomness import Key
 from flatout.feed.slots import Slots
@@ -33,6 +34,27 @@ MIN_UNDER_WAY, RESERVE = 3, 8  # batches under way: at least, and where there is
 RESERVE_BYTES = 1 << 30
 SPARE_SLOTS = 4
 _one_thread = threading.RLock()  # random generators belong to the whole process
+
+
+class Auto(int):
+    """`num_workers="auto"` as it stands in a loader: a number of workers to begin with, which may change.
+
+    Code that makes another loader from this one's attributes, as Lightning does, hands it on.
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """What our loader can do that PyTorch's arguments do not say."""
+
+    # None: as many as the loader declares; "tuned": as many, none included, until the scheduler is told otherwise.
+    workers: Literal["auto", "tuned"] | None = None
+    on_bad_sample: Literal["raise", "skip"] = "raise"
+    hang_timeout: float = 600.0
+    page_locked: bool = False  # whatever the loader's pin_memory says
+    defer: bool = False  # leave to the GPU what samples do to their pictures
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,21 +83,10 @@ class Epoch:
 class BatchScheduler:
     """Workers, slots and the batches under way of one loader. What was learned stays from pass to pass."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        context: Any,
-        *,
-        fixed: bool,
-        held_at: int | None = None,  # so many workers to begin with, and no others until `resize`
-        may_do_without: bool,
-        persistent: bool,
-        page_locked: bool,
-        hang_timeout: float,
-    ) -> None:
+    def __init__(self, recipe: Recipe, loader: DataLoader[Any], options: LoaderOptions, *, page_locked: bool) -> None:
         self.recipe = recipe
         available = budget.measure()
-        self.pool = WorkerPool(context)
+        self.pool = WorkerPool(loader.multiprocessing_context)
         self.slots = Slots(available.memory_available_bytes // 8, page_locked=page_locked)
         self.account = FaultCounts()
         self.pid = os.getpid()
@@ -83,13 +94,14 @@ class BatchScheduler:
         self.given_back = ""  # why PyTorch's iterator has to do from the next pass on
         self.checked = False  # whether a pass with workers was watched for writes to the dataset, from its beginning
         self.iterator: weakref.ref[Any] | None = None  # the latest
-        self.declared = recipe.declared if held_at is None else held_at  # workers, by the script
-        self._fixed = fixed
-        self._persistent = persistent
-        self._tuning = Tuning(recipe.declared, available, fixed=fixed, may_do_without=may_do_without)
-        if held_at is not None:
-            self._tuning.set_workers(held_at, hold=True)
-        self._faults = Faults(self.pool, self.account, hang_timeout)
+        self.declared = int(loader.num_workers) if options.workers == "tuned" else recipe.declared  # by the script
+        self._fixed = options.workers is None
+        self._persistent = loader.persistent_workers
+        may_do_without = _may_do_without(loader)
+        self._tuning = Tuning(recipe.declared, available, fixed=self._fixed, may_do_without=may_do_without)
+        if options.workers == "tuned":  # no others until `resize`
+            self._tuning.set_workers(self.declared, hold=True)
+        self._faults = Faults(self.pool, self.account, options.hang_timeout)
         self._in_process: SeededDataset | None = None
         self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()  # under way, in order
@@ -188,7 +200,10 @@ class BatchScheduler:
         began = time.monotonic()
         waited = 0.0
         self.slots.collect()
-        self._open_pool()
+        if self.workers and self._epoch is not None and not (self.pool.is_open or self.left_workers):
+            # A pass that began without workers: they have the dataset as it is now, as each batch so far had it.
+            self.pool.begin(self.recipe)
+            self._scale()
         self._receive(0)
         batch = self._finished()
         while batch is None:
@@ -214,13 +229,6 @@ class BatchScheduler:
         self._count(waited, began)
         return batch
 
-    def _open_pool(self) -> None:
-        """A pass that began without workers gets some: they have the dataset as it is at this call, as every batch
-        so far had it at its own."""
-        if self.workers and self._epoch is not None and not (self.pool.is_open or self.left_workers):
-            self.pool.begin(self.recipe)
-            self._scale()
-
     def is_ready(self) -> bool:
         """Whether `next` would neither wait nor raise: a batch is finished, or there are no more."""
         if self._epoch is None:
@@ -242,8 +250,7 @@ class BatchScheduler:
         if batch.given:  # to a worker that is about to leave
             return False
         if self._in_process is None:
-            no_board = memoryview(bytearray(BOARD_BYTES)).cast("q")
-            self._in_process = SeededDataset(self.recipe, no_board)
+            self._in_process = SeededDataset(self.recipe, board=[0])
         try:
             with _one_thread, randomness.untouched():
                 batch.data = self._in_process.load(self._epoch.key, batch.number, batch.indices, batch.leave_out)
@@ -309,10 +316,8 @@ class BatchScheduler:
 
     def _idlest_worker(self) -> WorkerHandle | None:
         """Surplus batches stay queued here for the first worker that has room."""
-        idlest = min(self.pool.working, key=lambda worker: len(worker.tasks), default=None)
-        if idlest is None or len(idlest.tasks) >= self._tasks_each:
-            return None
-        return idlest
+        with_room = [worker for worker in self.pool.working if len(worker.tasks) < self._tasks_each]
+        return min(with_room, key=lambda worker: len(worker.tasks), default=None)
 
     def _give(self, batch: Batch, worker: WorkerHandle) -> bool:
         """Whether a worker could be given this batch: its channel may be full."""
@@ -330,11 +335,10 @@ class BatchScheduler:
         finally:
             if not given:
                 assignment.end()
-        if not given:
-            return False
-        worker.tasks.append(assignment)
-        batch.given += 1
-        return True
+        if given:
+            worker.tasks.append(assignment)
+            batch.given += 1
+        return given
 
     def _help_stuck_workers(self) -> None:
         """Give what lies behind a slow sample to workers that have nothing to do."""
@@ -405,6 +409,15 @@ class BatchScheduler:
             self.pool.start_worker()
         for worker in by_tasks[: max(0, len(by_tasks) - self.workers)]:
             self.pool.let_go(worker)
+
+
+def _may_do_without(loader: DataLoader[Any]) -> bool:
+    """Whether batches may be made in the training process: the script has asked for no number of workers, they have
+    the dataset as it is, and can be forked."""
+    if loader.num_workers and not isinstance(loader.num_workers, Auto):
+        return False
+    context = loader.multiprocessing_context or multiprocessing
+    return not loader.persistent_workers and context.get_start_method() == "fork"
 
 
 def _shut(pool: WorkerPool, slots: Slots, pid: int) -> None:

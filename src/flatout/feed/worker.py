@@ -68,18 +68,15 @@ class _Worker:
         self._read_tasks()
         task = self._queue.popleft()
         self._board[0] = NO_ROW
-        file = None
+        files: list[int] = []
         answer: Any
         try:
-            done, file = self._make_batch(task)
-            answer = tuple(done)
+            answer = tuple(self._make_batch(task, files))
         except Exception:
             answer = _picklable(ExceptionWrapper(where=f"in DataLoader worker process {self._info.id}"))
         self._board[0] = IDLE
-        if file is None:
-            channel.send(self._channel, answer)
-        else:
-            channel.send(self._channel, answer, [file])
+        channel.send(self._channel, answer, files)
+        for file in files:
             os.close(file)
 
     def _read_tasks(self) -> None:
@@ -96,8 +93,8 @@ class _Worker:
                 self._slots[task.slot] = packing.map_file(fds[0], populate=True)
             self._queue.append(task)
 
-    def _make_batch(self, task: Task) -> tuple[Done, int | None]:
-        """The answer to a task, and the file that holds the batch where it lies in no slot."""
+    def _make_batch(self, task: Task, files: list[int]) -> Done:
+        """The answer to a task; `files` gets the one that holds the batch where it lies in no slot."""
         began = self._clocks()
         # No slot: the first batches come before it is known how large a slot has to be.
         self._arena = packing.Arena(self._slots.get(task.slot))
@@ -106,10 +103,12 @@ class _Worker:
         object.__setattr__(self._info, "seed", task.key[0] + number)
         batch = self._dataset.load(task.key, task.batch, task.indices, task.leave_out)
         packed = packing.pack(batch, self._arena)
+        if packed.file is not None:
+            files.append(packed.file)
         ended = self._clocks()
         rows = len(task.indices) if self._recipe.auto_collation else 1
         wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(ended, began, strict=True))
-        done = Done(
+        return Done(
             skeleton=packed.skeleton,
             spans=packed.spans,
             needs=packed.needs,
@@ -119,7 +118,6 @@ class _Worker:
             run_delay_s=run_delay_s,
             fills=self._cache_growth.after_batch(rows),
         )
-        return done, packed.file
 
     def _clocks(self) -> tuple[float, float, float]:
         """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run
@@ -141,12 +139,11 @@ def _picklable(error: ExceptionWrapper) -> ExceptionWrapper:
 class SeededDataset:
     """The rows of a map-style dataset as torch's fetcher sees them, in a worker or in the training process.
 
-    It stands between the two, so that all the rest of fetching is PyTorch's (and what measures it there still does):
-    it seeds the random generators before each batch, notes on the board which row is being loaded, and leaves bad
-    ones out.
+    All the rest of fetching is PyTorch's (and what measures it there still does): this seeds the random generators
+    before each batch, notes on the board which row is being loaded, and leaves bad ones out.
     """
 
-    def __init__(self, recipe: Recipe, board: memoryview) -> None:
+    def __init__(self, recipe: Recipe, board: memoryview | list[int]) -> None:
         self._dataset = self.__wrapped__ = recipe.dataset  # the latter is for measuring: the user knows this one
         self._samples: Any = self._dataset
         self._recipe = recipe
@@ -185,21 +182,18 @@ class SeededDataset:
         row = self._row
         self._row = row + 1
         self._board[0] = row
-        if self._recipe.skip_bad:
-            return self._unless_bad(row, index)
-        return self._samples[index]
+        if row in self._leave_out:
+            return _LEFT_OUT
+        try:
+            return self._samples[index]
+        except Exception as error:
+            if not self._recipe.skip_bad:
+                raise
+            self.bad.append((row, f"{type(error).__name__}: {error}"))
+            return _LEFT_OUT
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._dataset, name)
         if name == "__getitems__" and self._samples is not self._dataset:
             return self._samples.get_many
         return attribute
-
-    def _unless_bad(self, row: int, index: Any) -> Any:
-        if row in self._leave_out:
-            return _LEFT_OUT
-        try:
-            return self._samples[index]
-        except Exception as error:
-            self.bad.append((row, f"{type(error).__name__}: {error}"))
-            return _LEFT_OUT

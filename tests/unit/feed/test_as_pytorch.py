@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, Subset, get_worker_info
 
 from flatout.feed import DataLoader, LoaderOptions, channel, iterator_for
-from flatout.feed.loader import Auto
+from flatout.feed.scheduler import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

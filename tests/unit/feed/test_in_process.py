@@ -19,8 +19,8 @@ from torch.utils.data import Sampler, get_worker_info
 from flatout.feed import DataLoader, LoaderOptions, iterator_for, randomness
 from flatout.feed import loader as loader_module
 from flatout.feed.channel import Recipe
-from flatout.feed.loader import Auto, feed_of
-from flatout.feed.scheduler import BatchScheduler
+from flatout.feed.loader import feed_of
+from flatout.feed.scheduler import Auto, BatchScheduler
 from flatout.feed.worker import SeededDataset
 from flatout.inside.loaders import Meter
 

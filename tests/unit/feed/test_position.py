@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler
 
 from flatout.feed import DataLoader, packing, to_device
-from flatout.feed.loader import Auto
-from flatout.feed.scheduler import BatchScheduler
+from flatout.feed.scheduler import Auto, BatchScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

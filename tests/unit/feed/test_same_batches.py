@@ -24,9 +24,9 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from flatout.feed import DataLoader, feed_of, iterator_for, to_device
+from flatout.feed import DataLoader, LoaderOptions, feed_of, iterator_for, to_device
 from flatout.feed.iterator import is_pure
-from flatout.feed.loader import Auto, LoaderOptions
+from flatout.feed.scheduler import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # PyTorch's, on a small machine
 

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 import flatout
 from flatout.feed.deferred.batch import PlaceholderTensor
 from flatout.feed.iterator import FeedIterator
-from flatout.feed.loader import LoaderOptions, iterator_for
+from flatout.feed.loader import iterator_for
+from flatout.feed.scheduler import LoaderOptions
 from flatout.inside.changes.device_prefetch import (
     SMALL_BYTES,
     SURE_AFTER,
