@@ -157,21 +157,26 @@ def test_the_scripts_own_signal_handlers_are_not_called_in_workers(tmp_path: Pat
         batches = iter(loader)
         next(batches)
         assert loader.feed is not None
-        wait_until(lambda: loader.feed is not None and len(loader.feed.pool.pids()) == 2)
-        pids = loader.feed.pool.pids()
+        wait_until(lambda: len(pids_of(loader)) == 2)
+        pids = pids_of(loader)
         for pid in (*pids, os.getpid()):
             os.kill(pid, signal.SIGUSR1)
         assert len([next(batches) for _ in range(15)]) == 15
-        assert loader.feed.pool.pids() == pids
+        assert pids_of(loader) == pids
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-def kill_a_worker(loader: DataLoader[Any]) -> None:
+def pids_of(loader: DataLoader[Any]) -> list[int]:
+    """Of the workers that have begun to work."""
     assert loader.feed is not None
-    wait_until(lambda: bool(loader.feed and loader.feed.pool.pids()))
-    os.kill(loader.feed.pool.pids()[0], signal.SIGKILL)
+    return [worker.pid for worker in loader.feed.pool if worker.pid]
+
+
+def kill_a_worker(loader: DataLoader[Any]) -> None:
+    wait_until(lambda: bool(pids_of(loader)))
+    os.kill(pids_of(loader)[0], signal.SIGKILL)
 
 
 def wait_until(true: Callable[[], bool], patience_s: float = 30) -> None:

@@ -4,8 +4,6 @@
                    ▲             │ killed, hung, too few, too many                   │
                    └─ made again ┘                                     to_device ────┴─► your loop, on the GPU
 
-The one exception are batches made in the training process, where workers are of no use.
-
 `loader` is the public face, and says when PyTorch's own iterator has to do; `iterator` stands where PyTorch's
 would; `scheduler` hands out the batches of a pass. `worker_pool` knows the workers and sees to their deaths;
 `fork_server` starts them, `channel` is how they are talked to, `worker` what they do. `packing` and `slots` are

@@ -3,22 +3,20 @@
     training process ──► worker   its board, then Tasks                            (end of the socket: go)
     worker ──► training process   for every Task, in order, Done or an exception   (end of the socket: it died)
 
-A worker's board is memory that both share: the row that it is at, and its process id.
-
-`SOCK_SEQPACKET` keeps the borders between messages in the kernel: a process killed while it sends leaves a
-whole message or none, and no lock that anybody waits for. What is too long for a message travels in a
-memory file, so neither side ever blocks on the size of an index list or a traceback.
+A worker's board is memory that both share: the row that it is at, and its process id. `SOCK_SEQPACKET` keeps messages
+whole: a process killed while it sends leaves all of one or nothing, and no lock. Long ones travel in a memory file.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import mmap
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,8 +87,6 @@ _private: set[int] = set()
 def pair() -> tuple[socket.socket, socket.socket]:
     """Both ends of a new channel."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if all(end.fileno() > 2 for end in ends):
-        return ends
     mine, other = (socket.socket(fileno=clear_of_standard(end.detach())) for end in ends)
     return mine, other
 
@@ -157,11 +153,9 @@ def close_in_children(fd: int, close: bool = True) -> None:
         _private.discard(fd)
 
 
-def close_inherited(but: Iterable[int] = ()) -> None:
+def close_inherited(but: int) -> None:
     """In a forked child: close what belongs to the parent alone."""
-    for fd in _private.difference(but):
-        try:
+    for fd in _private - {but}:
+        with contextlib.suppress(OSError):
             os.close(fd)
-        except OSError:
-            pass
     _private.clear()

@@ -1,15 +1,12 @@
-"""How many workers, and how many batches ahead: a small state machine over what was measured in the last
-window.
+"""How many workers, and how many batches ahead, by what was measured in the last window.
 
     the loop waits, workers all busy  ──► more workers, as long as they bring more batches a second
     the loop waits, workers not busy  ──► more batches ahead (uneven samples), else nothing
     the loop never waits              ──► fewer workers, down to the fewest that keep up
     a pass takes less time to make than its workers took to start ──► none in the next pass
 
-Every step is compared with the pace before it, and taken back as far as it brought nothing. Counts that were found
-to be too many or too few are remembered, so the numbers settle. `Controller` has no clock: an `Observation`
-says how long its window was. `Tuning` measures the windows of one loader, and knows of the other loaders
-that share its cores.
+Every step is compared with the pace before it, and taken back as far as it brought nothing. `Controller` has no clock;
+`Tuning` measures the windows of one loader, and knows of the other loaders that share its cores.
 """
 
 from __future__ import annotations
@@ -64,11 +61,9 @@ class Observation:
 
     @property
     def capacity(self) -> float:
-        """Batches a second that the workers make when they are all at work, by the time a batch takes one
-        of them.
+        """Batches a second that the workers make when they are all at work, by the time a batch takes one of them.
 
-        What the loop gets does not tell it within seconds: workers that began together end together, and
-        batches come in bursts, with long waits between.
+        What the loop gets does not tell it within seconds: it comes in bursts, with long waits between.
         """
         return self.workers * self.made / self.made_s
 
@@ -80,8 +75,7 @@ class Observation:
 
 
 class Controller:
-    """Decides from one observation to the next. `workers` and `depth` (batches under way a worker) are its
-    decision.
+    """Decides from one observation to the next: `workers` and `depth`, the batches under way a worker.
 
     No workers at all (`may_do_without`) means that batches are made in the training process.
     """
@@ -156,18 +150,17 @@ class Controller:
         if len(self._recent) < LOOKS and 1 / CLEAR_GAIN < gain < CLEAR_GAIN:
             return False
         self._tried_from = None
+        enough = math.ceil(before * gain)
         if gain < MIN_GAIN or self.workers < before:
             self._leap = LATER_LEAP
-        if self.workers < before:
-            if gain < 1 / MIN_GAIN:
-                self._too_few = self.workers
-                self._go(before, f"{self.workers} workers bring less than {before}")
-                return False
+        if self.workers < before and gain >= 1 / MIN_GAIN:
             # The others were in each other's way, or waited for the same disk.
             self._too_many = self.workers + 1
             return True
-        enough = math.ceil(before * gain)
-        if gain < MIN_GAIN:
+        if self.workers < before:
+            self._too_few = self.workers
+            self._go(before, f"{self.workers} workers bring less than {before}")
+        elif gain < MIN_GAIN:
             self._too_many = self.workers
             self._go(before, f"{self.workers} workers brought no more than {before}")
         elif enough < FEWER * self.workers:  # threads of one core bring less than cores, but not as little as this

@@ -3,10 +3,9 @@
     training process ──fork──► fork server (one thread, no CUDA) ──fork──► worker, worker, …   start method fork
     training process ──the context's own Process──► worker                                     spawn, forkserver
 
-The fork server is forked at the beginning of a pass, in the training thread, as PyTorch forks its workers:
-it has the dataset as it is then. A replacement in mid-training is forked from it, not from a process with
-CUDA and threads. It ends with the training process (it watches its pidfd), and its workers end with it
-(`PR_SET_PDEATHSIG`): nothing survives a SIGKILL of any of them.
+The fork server is forked at the beginning of a pass, in the training thread: it has the dataset as it is then. It ends
+with the training process (it watches its pidfd), and its workers end with it (`PR_SET_PDEATHSIG`): nothing survives
+a SIGKILL of any of them.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ _fork_lock = threading.Lock()  # a fork while a channel is created would keep it
 class Starter:
     """A way to start workers."""
 
+    _processes: dict[int, Any]  # to wait for at the end
+
     def start(self, number: int) -> socket.socket:
         """Start a worker; the near end of its channel."""
         with _fork_lock:
@@ -75,7 +76,7 @@ class Starter:
 
     def reap(self, patience_s: float) -> bool:
         """After `hang_up`: wait for the end of all processes, for so long each; whether they have ended."""
-        raise NotImplementedError
+        return all(_reap(process, patience_s) for process in self._processes.values())
 
 
 def starter_for(recipe: Recipe, context: Any) -> Starter:
@@ -96,13 +97,14 @@ class ForkServer(Starter):
             self._channel, far = channel.pair()
             self._channel.setblocking(False)
             channel.close_in_children(self._channel.fileno())
-            self._process = multiprocessing.get_context("fork").Process(
+            process = multiprocessing.get_context("fork").Process(
                 target=_server_main, args=(recipe, far, os.getpid()), daemon=True, name=PROCESS_NAME
             )
             try:
-                self._process.start()
+                process.start()
             finally:
                 far.close()
+        self._processes = {0: process}
         self._exits: dict[int, int | str] = {}
 
     def _start_with(self, number: int, far: socket.socket) -> None:
@@ -120,17 +122,13 @@ class ForkServer(Starter):
         channel.close_in_children(self._channel.fileno(), False)
         self._channel.close()
 
-    def reap(self, patience_s: float) -> bool:
-        return _reap(self._process, patience_s)
-
 
 class ContextStarter(Starter):
     """Workers started one by one through a context's own `Process`, as PyTorch starts them."""
 
     def __init__(self, recipe: Recipe, context: Any) -> None:
-        self._recipe = recipe
-        self._context = context
-        self._processes: dict[int, Any] = {}
+        self._recipe, self._context = recipe, context
+        self._processes = {}
 
     def _start_with(self, number: int, far: socket.socket) -> None:
         process = self._context.Process(target=_spawned_main, args=(self._recipe, far, os.getpid()), daemon=True)
@@ -144,9 +142,6 @@ class ContextStarter(Starter):
     def exits(self) -> dict[int, int | str]:
         statuses = {number: process.exitcode for number, process in self._processes.items()}
         return {number: status for number, status in statuses.items() if status is not None}
-
-    def reap(self, patience_s: float) -> bool:
-        return all(_reap(process, patience_s) for process in self._processes.values())
 
 
 def _reap(process: Any, patience_s: float) -> bool:
@@ -163,7 +158,7 @@ def _reap(process: Any, patience_s: float) -> bool:
 
 
 def _server_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
-    channel.close_inherited(but=[far.fileno()])
+    channel.close_inherited(but=far.fileno())
     _leave_process_group()
     _set_signals_and_name(PROCESS_NAME)
     limit_threads()
@@ -235,24 +230,20 @@ def _work(recipe: Recipe, end: socket.socket) -> None:
 
 
 def _leave_process_group() -> None:
-    """A Jupyter kernel that shuts down ends the children in its process group and waits for them, zombies
-    too, until it is killed itself. A signal to the group reaches the training process, and us through its
-    end."""
+    """A Jupyter kernel that shuts down ends the children in its process group and waits for them, zombies too, until
+    it is killed itself. A signal to the group reaches the training process, and us through its end."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # samples may still print to the terminal
 
 
 def _end_with(parent: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(parent)], [], [])
-    except ProcessLookupError:
-        pass
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _keep_freed_memory() -> None:
-    """A batch's samples are freed together: glibc would give their pages back and ask for them again, one
-    by one.
+    """A batch's samples are freed together: glibc would give their pages back and ask for them again, one by one.
 
     With 256 pictures of 147 KiB that takes a tenth of the time it takes to decode them.
     """
@@ -285,38 +276,25 @@ def limit_threads(number: int = 1) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _thread_switches(modules: int) -> list[Any]:
-    """The functions of loaded libraries that set their number of threads; looked for again when `modules`
-    are more.
+    """The functions of loaded libraries that set their number of threads; looked for again when `modules` are more.
 
-    The training process looks for them before it forks: that takes 5 ms, which the workers of each pass
-    then need not.
+    The training process looks for them before it forks: that takes 5 ms, which the workers of each pass then need not.
     """
     switches = []
     maps = Path("/proc/self/maps").read_text()
     for path in {line.split(maxsplit=5)[5] for line in maps.splitlines() if ".so" in line}:
-        for library, functions in _THREAD_FUNCTIONS.items():
-            if Path(path).name.startswith(library):
-                switches += _functions_in(path, functions)
+        if Path(path).name.startswith(_THREADED):
+            with contextlib.suppress(OSError):
+                library = ctypes.CDLL(path)
+                switches += [getattr(library, name) for name in _THREAD_FUNCTIONS if hasattr(library, name)][:1]
     return switches
 
 
-_THREAD_FUNCTIONS = {
-    "libscipy_openblas": ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads"),
-    "libopenblas": ("openblas_set_num_threads", "openblas_set_num_threads64_"),
-    "libmkl_rt": ("MKL_Set_Num_Threads",),
-    "libgomp": ("omp_set_num_threads",),
-    "libiomp5": ("omp_set_num_threads",),
-    "libomp": ("omp_set_num_threads",),
-}
-
-
-def _functions_in(path: str, functions: tuple[str, ...]) -> list[Any]:
-    """The first of these functions that a library has."""
-    try:
-        library = ctypes.CDLL(path)
-    except OSError:
-        return []
-    return [getattr(library, function) for function in functions if hasattr(library, function)][:1]
+_THREADED = ("libscipy_openblas", "libopenblas", "libmkl_rt", "libgomp", "libiomp5", "libomp")
+_THREAD_FUNCTIONS = (
+    "scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads",
+    "openblas_set_num_threads64_", "MKL_Set_Num_Threads", "omp_set_num_threads",
+)  # fmt: skip
 
 
 def _libc() -> Any:
@@ -339,8 +317,8 @@ def _freeze_inherited() -> None:
     _enable_gc()
 
 
-# Garbage of the training process may hold GPU memory that is in use on several streams, as every batch that
-# was copied ahead does. To free that calls CUDA, which aborts in a forked child: children leave it alone.
+# Garbage of the training process may hold GPU memory that is in use on several streams. To free that calls CUDA,
+# which aborts in a forked child: children leave it alone.
 _gc_was_enabled = False
 os.register_at_fork(before=_disable_gc, after_in_parent=_enable_gc, after_in_child=_freeze_inherited)
 

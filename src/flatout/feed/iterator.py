@@ -1,9 +1,7 @@
-"""The iterator a training loop sees: PyTorch's, as far as the loop and the main process's random stream can
-tell.
+"""The iterator a training loop sees: PyTorch's, as far as the loop and the main process's random stream can tell.
 
-It draws what PyTorch draws when it is created (the sampler's iterator, the base seed), asks the sampler for
-indices no earlier than PyTorch would wherever that could be noticed, and leaves the rest to the loader's
-`BatchScheduler`.
+It draws what PyTorch draws when it is created (the sampler's iterator, the base seed), asks the sampler for indices no
+earlier than PyTorch would wherever that could be noticed, and leaves the rest to the loader's `BatchScheduler`.
 """
 
 from __future__ import annotations
@@ -48,9 +46,8 @@ class PassPosition:
 class FeedIterator(_BaseDataLoaderIter):
     """One pass (with persistent workers: pass after pass) over a loader's batches.
 
-    Where the loader has no workers itself, the rest of the pass is made in this process as soon as the loop
-    turns out to write to the dataset, samples to fill it, or one to raise. `give_back` gets the reason of
-    the first two, which goes for later passes too.
+    Where the loader has no workers itself, the rest of the pass is made in this process as soon as the loop turns out
+    to write to the dataset, samples to fill it, or one to raise. `give_back` gets the reason of the first two.
     """
 
     def __init__(
@@ -104,8 +101,7 @@ class FeedIterator(_BaseDataLoaderIter):
             for _ in itertools.islice(self._sampler_iter, skip):
                 pass
         self._num_yielded = position.yielded = skip
-        # A sampler of torch's own draws when it is started and when it has ended, not in between; a last
-        # batch that is not full ends it.
+        # A sampler of torch's own draws when it is started and when it has ended; a batch that is not full ends it.
         batches = 0
         if self._pure_sampler:
             batches = chained.in_all if chained is not None else len(self._index_sampler)
@@ -156,18 +152,16 @@ class FeedIterator(_BaseDataLoaderIter):
     def _must_leave_workers(self) -> bool:
         if not self._as_script or self.made_when_asked or self.position.finished:
             return False
-        why = ""
         if self._check is None and self._begin_check is not None and self._scheduler.workers:
             self._check = self._begin_check()
-        written = self._check.changed() if self._check is not None else None
-        fills = self._scheduler.account.fills
-        if written:
+        if self._check is not None and (written := self._check.changed()):
             why = f"the loop writes to what it reads ({written}), which no worker would see"
-        elif fills:
+        elif fills := self._scheduler.account.fills:
             why = f"samples fill what they come from ({fills}), and each worker would have one of its own to fill"
-        if why:
-            self._give_workers_up(why)
-        return bool(why)
+        else:
+            return False
+        self._give_workers_up(why)
+        return True
 
     def _give_workers_up(self, why: str) -> None:
         self._scheduler.given_back = why
@@ -266,11 +260,10 @@ def is_pure(loader: TorchLoader[Any]) -> bool:
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while (held := WRAPPING_SAMPLERS.get(_class_name(sampler))) is not None:
         sampler = getattr(sampler, held)
-    if isinstance(sampler, RandomSampler):
-        draws_in_between = sampler.replacement or sampler.num_samples > len(sampler.data_source)
-        if draws_in_between:
-            return False
-    return _class_name(sampler) in PURE_SAMPLERS
+    draws_in_between = isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples > len(sampler.data_source)
+    )
+    return not draws_in_between and _class_name(sampler) in PURE_SAMPLERS
 
 
 def is_chained(sampler: Any) -> bool:

@@ -1,13 +1,9 @@
-"""How a batch travels: its tensors and arrays as bytes in shared memory, the rest as a small pickle around
-them.
+"""How a batch travels: its tensors and arrays as bytes in shared memory, the rest as a small pickle around them.
 
-    worker                                         training process
-    samples ─ collate ─► arena (a slot's memory)     slot's memory ─┐
-                └─ pack ─► skeleton + spans ───────► unpack ────────┴─► the batch, over the very same bytes
+    samples ─ collate ─► arena (a slot's memory) ─ pack ─► skeleton + spans ─► unpack ─► the batch, over the same bytes
 
-Where collation ends in torch's own, samples are stacked straight into the arena; what a custom `collate_fn`
-made elsewhere is copied there once. What does not fit goes into a memory file of its own: nothing depends
-on the fit.
+Where collation ends in torch's own, samples are stacked straight into the arena; what a custom `collate_fn` made
+elsewhere is copied there once. What does not fit goes into a memory file of its own.
 """
 
 from __future__ import annotations
@@ -125,9 +121,7 @@ def map_file(fd: int, *, populate: bool = False) -> memoryview:
 
     With `populate` its pages are brought in at once: 3 ms for 50 MB, against twice that in faults later.
     """
-    flags = mmap.MAP_SHARED
-    if populate:
-        flags |= getattr(mmap, "MAP_POPULATE", 0)
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     try:
         return memoryview(mmap.mmap(fd, 0, flags=flags))
     finally:

@@ -2,13 +2,9 @@
 
     free ──take──► being written ──lease──► the user's batch ──dropped──► copy still running? ──► free
 
-A slot is used again only when nothing lies over it any more (the lease, an object under all the batch's
-tensors, was collected), no worker may still write to it, and the work that was queued on the GPU by then is
-over, in every stream. A user who keeps every batch is never waited for: without a free slot a batch travels
-in memory of its own.
-
-Memory is page-locked with its first batch, not before: locking pages that nobody has touched creates them
-all in the training process, and a ring of large slots grown at once stopped training for seconds.
+A slot is used again when nothing lies over it any more (the lease, an object under all the batch's tensors, was
+collected), no worker may still write to it, and the work that was queued on the GPU by then is over, in every stream.
+Memory is page-locked with its first batch: to lock pages that nobody has touched stopped training for seconds.
 """
 
 from __future__ import annotations

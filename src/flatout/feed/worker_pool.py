@@ -1,8 +1,6 @@
-"""The workers as the training process sees them: which there are, what each has to do, which has just died, and which
-sample is to blame for it.
+"""The workers as the training process sees them: which there are, what each has to do, which has just died, and why.
 
-A worker's death is the end of its channel, whatever the cause. It was at the first of its tasks then, and its
-board says at which row.
+A worker's death is the end of its channel. It was at the first of its tasks then, and its board says at which row.
 """
 
 from __future__ import annotations
@@ -220,7 +218,9 @@ class WorkerPool:
                     continue
                 except (EOFError, OSError) as problem:
                     if isinstance(problem, OSError) and problem.errno == errno.EMFILE:
-                        self._give_up(worker)
+                        # An answer is lost: nobody knows what the next ones are to.
+                        worker.given_up = True
+                        self.kill(worker)
                         raise
                     self._remove(worker)
                     yield worker, None, []
@@ -233,11 +233,6 @@ class WorkerPool:
                 yield worker, answer, fds
             ready = self._poll.poll(0)
 
-    def _give_up(self, worker: WorkerHandle) -> None:
-        """An answer is lost, as this process may open no more files: nobody knows what the next ones are to."""
-        worker.given_up = True
-        self.kill(worker)
-
     def let_go(self, worker: WorkerHandle) -> None:
         """Have a worker end that gets nothing more to do, once it has done what it has."""
         worker.retiring = True
@@ -249,10 +244,6 @@ class WorkerPool:
         if worker.pid:  # 0 would be the whole process group
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
-
-    def pids(self) -> list[int]:
-        """Process ids of the workers that have begun to work."""
-        return [worker.pid for worker in self if worker.pid]
 
     def never_started(self, worker: WorkerHandle) -> bool:
         """Whether the system permitted no process for this worker."""
@@ -275,8 +266,7 @@ class WorkerPool:
 
     def _remove(self, worker: WorkerHandle) -> None:
         descriptor = worker.channel.fileno()
-        if descriptor in self._workers and self._workers[descriptor] is worker:
-            del self._workers[descriptor]
+        if self._workers.pop(descriptor, None) is not None:  # it was not removed before
             self._poll.unregister(descriptor)
             channel.close_in_children(descriptor, False)
             worker.channel.close()

@@ -422,7 +422,7 @@ def test_workers_are_started_for_each_pass_unless_they_are_persistent() -> None:
             for number, _batch in enumerate(loader):
                 if number == 8:
                     assert loader.feed is not None
-                    seen.append(set(loader.feed.pool.pids()))
+                    seen.append({worker.pid for worker in loader.feed.pool if worker.pid})
         assert all(len(pids) == 2 for pids in seen)
         assert (seen[0] == seen[1]) is persistent
         del loader
