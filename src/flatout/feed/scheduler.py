@@ -26,7 +26,7 @@ from flatout.feed.controller import Tuning
 from flatout.feed.randomness import Key
 from flatout.feed.slots import Slots
 from flatout.feed.worker import SeededDataset
-from flatout.feed.worker_pool import Assignment, Batch, FaultCounts, Faults, WorkerHandle, WorkerPool
+from flatout.feed.worker_pool import Assignment, Batch, FaultCounts, WorkerHandle, WorkerPool
 from flatout.sample import budget
 
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
@@ -86,9 +86,9 @@ class BatchScheduler:
     def __init__(self, recipe: Recipe, loader: DataLoader[Any], options: LoaderOptions, *, page_locked: bool) -> None:
         self.recipe = recipe
         available = budget.measure()
-        self.pool = WorkerPool(loader.multiprocessing_context)
         self.slots = Slots(available.memory_available_bytes // 8, page_locked=page_locked)
         self.account = FaultCounts()
+        self.pool = WorkerPool(loader.multiprocessing_context, self.account, options.hang_timeout)
         self.pid = os.getpid()
         self.left_workers = False  # for the rest of this pass
         self.given_back = ""  # why PyTorch's iterator has to do from the next pass on
@@ -101,7 +101,6 @@ class BatchScheduler:
         self._tuning = Tuning(recipe.declared, available, fixed=self._fixed, may_do_without=may_do_without)
         if options.workers == "tuned":  # no others until `resize`
             self._tuning.set_workers(self.declared, hold=True)
-        self._faults = Faults(self.pool, self.account, options.hang_timeout)
         self._in_process: SeededDataset | None = None
         self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()  # under way, in order
@@ -156,7 +155,7 @@ class BatchScheduler:
         """Start a pass."""
         self.leave()
         self._epoch = epoch
-        self._faults.batch_arrived()
+        self.pool.batch_arrived()
         began = time.monotonic()
         self._scale()
         self._fill()
@@ -220,10 +219,10 @@ class BatchScheduler:
             if batch is None and timeout_s and waited >= timeout_s:
                 raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
             if batch is None and waited >= STALL_S:
-                self._faults.end_hung(began)
+                self.pool.end_hung(began)
                 self._help_stuck_workers()
         self._table.remove(batch)
-        self._faults.batch_arrived()
+        self.pool.batch_arrived()
         # Before the loop goes away to compute, so that workers have something to do meanwhile.
         self._fill()
         self._count(waited, began)
@@ -322,7 +321,7 @@ class BatchScheduler:
     def _give(self, batch: Batch, worker: WorkerHandle) -> bool:
         """Whether a worker could be given this batch: its channel may be full."""
         assert self._epoch is not None
-        self._faults.leave_out_lethal(batch)
+        self.pool.leave_out_lethal(batch)
         # Without a slot the batch travels in a file of its own: a loop that keeps batches is never waited for.
         slot = self.slots.take()
         number = None if slot is None else slot.number
@@ -363,7 +362,7 @@ class BatchScheduler:
             if answer is None:
                 self._on_end_of_channel(worker)
                 continue
-            self._faults.batch_arrived()
+            self.pool.batch_arrived()
             assignment = worker.tasks.popleft()
             assignment.end()
             batch = assignment.batch
@@ -389,7 +388,7 @@ class BatchScheduler:
 
     def _on_end_of_channel(self, worker: WorkerHandle) -> None:
         """A worker is gone: what it had is made again, and another takes its place."""
-        self._faults.died(worker, self.recipe)
+        self.pool.blame(worker)
         self._tuning.count_death()
         for assignment in worker.tasks:
             assignment.end()

@@ -107,17 +107,54 @@ class WorkerHandle:
         return self.board[1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadSample:
+    """A sample that was left out or given up: its index, its file where the dataset shows one, and why."""
+
+    index: Any
+    name: str | None
+    why: str
+
+
+class BadSampleError(FlatoutError, RuntimeError):
+    """A sample kills every worker that touches it."""
+
+    def __init__(self, bad: BadSample) -> None:
+        self.bad = bad
+        name = f" ({bad.name})" if bad.name else ""
+        super().__init__(
+            f"sample {bad.index}{name} cannot be loaded: {bad.why}. "
+            "Leave such samples out with DataLoader(..., on_bad_sample='skip')"
+        )
+
+
+@dataclass(slots=True)
+class FaultCounts:
+    """What has happened to a loader's batches so far."""
+
+    batches: int = 0  # handed to the loop
+    made_by_workers: int = 0
+    deaths: int = 0  # of workers
+    redone: int = 0  # batches that a worker died over
+    fills: str | None = None  # what of the dataset they were seen to fill
+    bad: list[BadSample] = field(default_factory=list)
+
+
 class WorkerPool:
     """All workers of one loader. They are started for a pass (`begin`), and end with it (`end`)."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, account: FaultCounts, hang_timeout: float) -> None:
         self._context = context
+        self._account = account
+        self._hang_timeout = hang_timeout
         self._recipe: Recipe | None = None
         self._starter: Starter | None = None
         self._ending: list[Starter] = []
         self._workers: dict[int, WorkerHandle] = {}  # by the descriptor of the channel
         self._poll = select.poll()
-        self.started = 0  # workers so far
+        self._started = 0  # workers so far
+        self._lethal: set[Any] = set()  # samples not to be tried again
+        self._in_vain = self._in_vain_up_to = 0  # such deaths in a row, and the workers started by the last
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._workers.values())
@@ -163,18 +200,18 @@ class WorkerPool:
         """One more worker."""
         assert self._starter is not None
         assert self._recipe is not None
-        self.started += 1
+        self._started += 1
         self._starter.exits()  # read, or they would pile up in its channel
         try:
-            near = self._starter.start(self.started)
+            near = self._starter.start(self._started)
         except OSError:
             self._hang_up()  # the fork server was killed
             self._starter = starter_for(self._recipe, self._context)
-            near = self._starter.start(self.started)
+            near = self._starter.start(self._started)
         near.setblocking(False)
         board = channel.memory_file(BOARD_BYTES)
         try:
-            worker = WorkerHandle(self.started, near, memoryview(mmap.mmap(board, BOARD_BYTES)).cast("q"))
+            worker = WorkerHandle(self._started, near, memoryview(mmap.mmap(board, BOARD_BYTES)).cast("q"))
             worker.board[0] = IDLE
             self._workers[near.fileno()] = worker
             self._poll.register(near, select.POLLIN)
@@ -220,7 +257,7 @@ class WorkerPool:
                     if isinstance(problem, OSError) and problem.errno == errno.EMFILE:
                         # An answer is lost: nobody knows what the next ones are to.
                         worker.given_up = True
-                        self.kill(worker)
+                        self._kill(worker)
                         raise
                     self._remove(worker)
                     yield worker, None, []
@@ -239,8 +276,7 @@ class WorkerPool:
         if not worker.tasks:
             self._remove(worker)
 
-    def kill(self, worker: WorkerHandle) -> None:
-        """End a worker that no longer answers."""
+    def _kill(self, worker: WorkerHandle) -> None:
         if worker.pid:  # 0 would be the whole process group
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
@@ -249,8 +285,9 @@ class WorkerPool:
         """Whether the system permitted no process for this worker."""
         return self._starter is not None and isinstance(self._starter.exits().get(worker.number), str)
 
-    def cause_of_death(self, worker: WorkerHandle) -> str:
-        """In words, how a worker ended."""
+    def _cause_of_death(self, worker: WorkerHandle) -> str:
+        if worker.hung:
+            return f"stood still for over {self._hang_timeout:g} s"
         assert self._starter is not None
         deadline = time.monotonic() + 0.5
         while (status := self._starter.exits().get(worker.number)) is None:
@@ -271,67 +308,24 @@ class WorkerPool:
             channel.close_in_children(descriptor, False)
             worker.channel.close()
 
-
-# --- deaths -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadSample:
-    """A sample that was left out or given up: its index, its file where the dataset shows one, and why."""
-
-    index: Any
-    name: str | None
-    why: str
-
-
-class BadSampleError(FlatoutError, RuntimeError):
-    """A sample kills every worker that touches it."""
-
-    def __init__(self, bad: BadSample) -> None:
-        self.bad = bad
-        name = f" ({bad.name})" if bad.name else ""
-        super().__init__(
-            f"sample {bad.index}{name} cannot be loaded: {bad.why}. "
-            "Leave such samples out with DataLoader(..., on_bad_sample='skip')"
-        )
-
-
-@dataclass(slots=True)
-class FaultCounts:
-    """What has happened to a loader's batches so far."""
-
-    batches: int = 0  # handed to the loop
-    made_by_workers: int = 0
-    deaths: int = 0  # of workers
-    redone: int = 0  # batches that a worker died over
-    fills: str | None = None  # what of the dataset they were seen to fill
-    bad: list[BadSample] = field(default_factory=list)
-
-
-class Faults:
-    """What is known of the deaths of one loader's workers."""
-
-    def __init__(self, pool: WorkerPool, account: FaultCounts, hang_timeout: float) -> None:
-        self._pool = pool
-        self._account = account
-        self._hang_timeout = hang_timeout
-        self._lethal: set[Any] = set()  # samples not to be tried again
-        self._in_vain = self._in_vain_up_to = 0  # times, and the last worker that had been started by then
+    # --- deaths ----------------------------------------------------------------------------------
 
     def batch_arrived(self) -> None:
         """From a worker, or at the loop: while there are any, that workers are killed is nothing of the data's."""
         self._in_vain = 0
 
-    def died(self, worker: WorkerHandle, recipe: Recipe) -> None:
-        """Blame the sample the worker was at; `RuntimeError` when workers do nothing but die."""
+    def blame(self, worker: WorkerHandle) -> None:
+        """Count a death, and what the worker was at; `RuntimeError` when workers do nothing but die."""
         self._account.deaths += 1
-        self._blame(worker, recipe)
+        if worker.tasks and worker.board[0] != IDLE:
+            self._blame(worker, worker.tasks[0].batch, worker.board[0])
         # Those that were there at the last such death are no further sign: a fork server takes all with it.
         if not worker.answers and worker.number > self._in_vain_up_to:
             self._in_vain += 1
-            self._in_vain_up_to = self._pool.started
+            self._in_vain_up_to = self._started
         if self._in_vain >= _MOST_IN_VAIN:
-            raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(worker)}")
+            cause = self._cause_of_death(worker)
+            raise RuntimeError(f"DataLoader workers die before their first batch: the last {cause}")
 
     def leave_out_lethal(self, batch: Batch) -> None:
         """Have a batch made without the samples that are known to kill."""
@@ -344,40 +338,31 @@ class Faults:
         Only the time that the loop spent waiting (since `since`) counts: before, nobody looked.
         """
         now = time.monotonic()
-        for worker in self._pool:
+        for worker in self:
             at = worker.answers, worker.board[0]
             if not worker.tasks or at != worker.seen or not worker.seen_at:
                 worker.seen, worker.seen_at = at, now
-                continue
-            if now - max(since, worker.seen_at) > self._hang_timeout and not worker.hung:
+            elif now - max(since, worker.seen_at) > self._hang_timeout and not worker.hung:
                 worker.hung = True
-                self._pool.kill(worker)
+                self._kill(worker)
 
-    def _blame(self, worker: WorkerHandle, recipe: Recipe) -> None:
-        row = worker.board[0]
-        if row == IDLE or not worker.tasks:
-            return
-        batch = worker.tasks[0].batch
+    def _blame(self, worker: WorkerHandle, batch: Batch, row: int) -> None:
+        assert self._recipe is not None
         batch.deaths[row] = batch.deaths.get(row, 0) + 1
         enough = _DEATHS_TO_BLAME if row >= 0 else _DEATHS_OF_A_BATCH
         if batch.deaths[row] < enough or batch.finished:
             return
-        single = row >= 0 and recipe.auto_collation
+        single = row >= 0 and self._recipe.auto_collation
         index = batch.indices[row] if single else batch.indices
-        name = name_of(recipe.dataset, index) if row >= 0 else None
-        why = f"{enough} workers died over it; the last one {self._cause(worker)}"
+        name = name_of(self._recipe.dataset, index) if row >= 0 else None
+        why = f"{enough} workers died over it; the last one {self._cause_of_death(worker)}"
         bad = BadSample(index=index, name=name, why=why)
-        if recipe.skip_bad and single:
+        if self._recipe.skip_bad and single:
             self._account.bad.append(bad)
             self._lethal.add(index)
             batch.leave_out |= {row}
         else:
             batch.fail(BadSampleError(bad))
-
-    def _cause(self, worker: WorkerHandle) -> str:
-        if worker.hung:
-            return f"stood still for over {self._hang_timeout:g} s"
-        return self._pool.cause_of_death(worker)
 
 
 def name_of(dataset: Any, index: Any) -> str | None:
