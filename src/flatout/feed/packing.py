@@ -29,16 +29,6 @@ _ALIGN = 64
 torch_stack = collate.default_collate_fn_map[torch.Tensor]  # what PyTorch's collation does with tensors
 
 
-@dataclass(slots=True, kw_only=True)
-class Packed:
-    """A batch ready to travel. `file` holds its bytes where the arena could not; `needs` counts them."""
-
-    skeleton: bytes
-    spans: list[Span]
-    file: int | None
-    needs: int
-
-
 @dataclass(slots=True)
 class Arena:
     """The memory in which a worker builds one batch; None where it has no slot."""
@@ -89,8 +79,8 @@ class Arena:
 # --- packing ------------------------------------------------------------------------------------
 
 
-def pack(batch: Any, arena: Arena) -> Packed:
-    """Take a batch apart; its bytes end up in the arena, or together in one file."""
+def pack(batch: Any, arena: Arena) -> tuple[bytes, list[Span], int, int | None]:
+    """Take a batch apart: skeleton, spans, how many bytes they need, and the file that has them if not the arena."""
     buffers: list[memoryview] = []
     body = io.BytesIO()
     packer = _Packer(body, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
@@ -101,7 +91,7 @@ def pack(batch: Any, arena: Arena) -> Packed:
         file = channel.memory_file(max(needs, 1))
         spans = _place(buffers, Arena(memoryview(mmap.mmap(file, 0))))
         assert spans is not None
-    return Packed(skeleton=body.getvalue(), spans=spans, file=file, needs=needs)
+    return body.getvalue(), spans, needs, file
 
 
 def unpack(skeleton: bytes, spans: Sequence[Span], memory: memoryview) -> Any:

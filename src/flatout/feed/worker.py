@@ -102,22 +102,12 @@ class _Worker:
         object.__setattr__(self._info, "id", number)
         object.__setattr__(self._info, "seed", task.key[0] + number)
         batch = self._dataset.load(task.key, task.batch, task.indices, task.leave_out)
-        packed = packing.pack(batch, self._arena)
-        if packed.file is not None:
-            files.append(packed.file)
-        ended = self._clocks()
-        rows = len(task.indices) if self._recipe.auto_collation else 1
-        wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(ended, began, strict=True))
-        return Done(
-            skeleton=packed.skeleton,
-            spans=packed.spans,
-            needs=packed.needs,
-            bad=self._dataset.bad,
-            wall_s=wall_s,
-            cpu_s=cpu_s,
-            run_delay_s=run_delay_s,
-            fills=self._cache_growth.after_batch(rows),
-        )
+        skeleton, spans, needs, file = packing.pack(batch, self._arena)
+        if file is not None:
+            files.append(file)
+        wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(self._clocks(), began, strict=True))
+        fills = self._cache_growth.after_batch(len(task.indices) if self._recipe.auto_collation else 1)
+        return Done(skeleton, spans, needs, self._dataset.bad, wall_s, cpu_s, run_delay_s, fills)
 
     def _clocks(self) -> tuple[float, float, float]:
         """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run

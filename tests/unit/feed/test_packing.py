@@ -27,9 +27,9 @@ def arena(size: int) -> packing.Arena:
 
 def sent(batch: Any, room: packing.Arena) -> Any:
     """A batch after packing and unpacking."""
-    packed = packing.pack(batch, room)
-    memory = packing.map_file(packed.file) if packed.file is not None else room.memory
-    return packing.unpack(packed.skeleton, packed.spans, memory or memoryview(b""))
+    skeleton, spans, _, file = packing.pack(batch, room)
+    memory = packing.map_file(file) if file is not None else room.memory
+    return packing.unpack(skeleton, spans, memory or memoryview(b""))
 
 
 STRANGE = {
@@ -82,9 +82,9 @@ def test_collating_into_a_slot_is_default_collate(shape: str, monkeypatch: pytes
 def test_tensors_stacked_in_the_slot_are_not_copied_again() -> None:
     room = arena(1 << 16)
     batch = room.stack([torch.ones(100) for _ in range(4)])
-    packed = packing.pack(batch, room)
-    assert packed.spans == [(0, 1600)]
-    assert packed.file is None
+    _, spans, _, file = packing.pack(batch, room)
+    assert spans == [(0, 1600)]
+    assert file is None
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------

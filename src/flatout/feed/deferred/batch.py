@@ -173,14 +173,6 @@ def _mean(source: Tensor) -> Tensor:
     return source.flatten(1).mean(1, dtype=torch.float64).float()  # exact where all pixels are equal
 
 
-def _permute(source: Tensor, *axes: int) -> Tensor:
-    return source.permute(0, *(axis + 1 for axis in axes))
-
-
-def _expand(source: Tensor, axis: int) -> Tensor:
-    return source.unsqueeze(axis + 1)
-
-
 def _cast(source: Tensor, dtype: torch.dtype) -> Tensor:
     return source.to(torch.float32 if dtype == torch.float64 else dtype)  # float64 is slow on a GPU
 
@@ -204,8 +196,8 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "numbers": _numbers,
     "warp": _warp,
     "mean": _mean,
-    "permute": _permute,
-    "expand": _expand,
+    "permute": lambda source, *axes: source.permute(0, *(axis + 1 for axis in axes)),
+    "expand": lambda source, axis: source.unsqueeze(axis + 1),
     "cast": _cast,
     "add": _elementwise(torch.add),
     "subtract": _elementwise(torch.subtract),
@@ -218,31 +210,27 @@ _OPS: dict[str, Callable[..., Tensor]] = {
 
 # --- tensors without values ---------------------------------------------------------------------
 
-# What a placeholder can answer without its values.
-_SHAPE = {"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"}
-_TYPE = {"dtype", "itemsize", "element_size", "is_floating_point", "is_complex", "is_quantized", "is_conj", "is_neg"}
-_PLACE = {"device", "layout", "is_cuda", "is_meta", "is_mkldnn", "is_nested", "is_sparse"}
-_OTHER = {"requires_grad", "is_leaf", "grad", "grad_fn", "names", "__hash__"}
-_NEEDS_NO_VALUES = _SHAPE | _TYPE | _PLACE | _OTHER
+_NEEDS_NO_VALUES = frozenset((
+    "shape", "size", "dim", "ndim", "numel", "nelement", "__len__", "dtype", "itemsize", "element_size", "is_complex",
+    "is_floating_point", "is_quantized", "is_conj", "is_neg", "device", "layout", "is_cuda", "is_meta", "is_mkldnn",
+    "is_nested", "is_sparse", "requires_grad", "is_leaf", "grad", "grad_fn", "names", "__hash__",
+))  # fmt: skip
 
 
 class PlaceholderTensor(Tensor):
-    """A tensor of known shape and type without values yet. Any call that a subclass cannot record computes them."""
+    """A tensor of known shape and type without values yet, which `materialize` computes.
+
+    So does any call but those for which `record` has a result that needs no values.
+    """
 
     _real: Any = None
+    materialize: Callable[[], Tensor]
+    record: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
     @property
     def is_real(self) -> bool:
         """Whether its values have been computed."""
         return self._real is not None
-
-    def materialize(self) -> Tensor:
-        """The real tensor on the host; from now on this object stands for it."""
-        raise NotImplementedError
-
-    def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call on this tensor that needs no values; else NotImplemented."""
-        return NotImplemented
 
     @classmethod
     def __torch_function__(
