@@ -4,15 +4,8 @@
                    table of draws, geometry codes,               the drawn numbers, the inverse matrix, the source box
                    point operations and their columns
 
-The row is all that `apply` and the kernel need to know about a sample; kept, it gives the same pictures
-again. All of it is computed in float64 and rounded once, from integers, so CPU and GPU agree on it.
-
-`apply` is what the kernel must do, and what runs where there is no GPU. The source is read once, where
-the folded matrix says, weighing its pixels by a tent: 1 − |distance| / reach along each axis. The reach
-is 1, which is bilinear interpolation; in a "tent" program it grows to the length of source that one
-output pixel covers, which is torchvision's antialiasing. Pixels outside the box count as the fill where
-the geometry can leave the picture, and not at all where it cannot. Masks take the nearest pixel and are
-never blended.
+The row is all that `apply` and the kernel need to know about a sample. It is computed in float64 and rounded once, from
+integers, so CPU and GPU agree on it. `apply` is what the kernel must do, and what runs where there is no GPU.
 """
 
 from __future__ import annotations
@@ -25,27 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .operations import (
-    Affine,
-    BoxDraw,
-    ColorJitter,
-    Crop,
-    Draw,
-    Erase,
-    Geometry,
-    HFlip,
-    Normalize,
-    Operation,
-    Point,
-    Resize,
-    ResizedCrop,
-    Rotate,
-    Size,
-    VFlip,
-    philox,
-    require,
-    uniform,
-)  # fmt: skip
+from . import operations as ops
+from .operations import BoxDraw, Draw, Geometry, Operation, Point, Size, philox, require, uniform
 
 ATTEMPTS = 10  # of a box, as in torchvision
 TABLE_WIDTH = 18
@@ -101,7 +75,7 @@ class BatchProgram:
         now, antialias = size, False
         for place, step in enumerate(steps):
             operation, entry, column = step.operation, len(table), len(columns)
-            if isinstance(operation, Resize) and operation.out_size(now) == now:
+            if isinstance(operation, ops.Resize) and operation.out_size(now) == now:
                 continue
             drawn = operation.draws(now)
             names: tuple[str, ...] = ("top", "left", "height", "width")
@@ -111,7 +85,7 @@ class BatchProgram:
             table += _rows(step, column, drawn)
             if isinstance(operation, Geometry):
                 after = operation.out_size(now)
-                if isinstance(operation, (Resize, ResizedCrop)):
+                if isinstance(operation, (ops.Resize, ops.ResizedCrop)):
                     antialias |= operation.antialias and (now[0] > after[0] or now[1] > after[1])
                 folds.append(Fold(operation.kind, entry, *now, *after, _narrows(steps, place)))
                 now = after
@@ -122,7 +96,7 @@ class BatchProgram:
                     points.append((operation, range(column, len(columns))))
         kinds = {type(step.operation) for step in steps}
         sampling = "tent" if antialias else "bilinear"
-        if nearest or all(fold.kind <= Crop.kind for fold in folds):
+        if nearest or all(fold.kind <= ops.Crop.kind for fold in folds):
             sampling = "pixel"
         return BatchProgram(
             size=size,
@@ -132,7 +106,7 @@ class BatchProgram:
             folds=tuple(folds),
             points=tuple(points),
             sampling=sampling,
-            filled=bool(kinds & {Rotate, Affine}) or any(getattr(s.operation, "padding", 0) for s in steps),
+            filled=bool(kinds & {ops.Rotate, ops.Affine}) or any(getattr(s.operation, "padding", 0) for s in steps),
         )
 
 
@@ -142,7 +116,7 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
     for operation in operations:
         require(isinstance(operation, Operation), "operations", "a list of augment operations", operation)
         parts: list[Operation] = [operation]
-        if isinstance(operation, ColorJitter):
+        if isinstance(operation, ops.ColorJitter):
             parts = [*operation.parts()]
         gate = len(numbered)
         numbered += [PlacedOperation(gate + i, gate, part) for i, part in enumerate(parts)]
@@ -150,15 +124,15 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
     for _, _, operation in numbered:
         name = type(operation).__name__
         # Flips and point operations may change places.
-        if isinstance(operation, Geometry) and not isinstance(operation, HFlip) and seen:
+        if isinstance(operation, Geometry) and not isinstance(operation, ops.HFlip) and seen:
             raise ValueError(f"{name} must stand before {type(seen[0]).__name__}: geometry is done first, in one go")
         if isinstance(operation, Point):
-            if not isinstance(operation, Erase) and any(isinstance(o, Normalize) for o in seen):
+            if not isinstance(operation, ops.Erase) and any(isinstance(o, ops.Normalize) for o in seen):
                 raise ValueError(f"{name} must stand before Normalize: it takes values from 0 to 1")
             seen.append(operation)
-    turns = [i for i, step in enumerate(numbered) if isinstance(step.operation, (Rotate, Affine))]
+    turns = [i for i, step in enumerate(numbered) if isinstance(step.operation, (ops.Rotate, ops.Affine))]
     for step in numbered[min(turns, default=0) : max(turns, default=0)]:
-        if isinstance(step.operation, (Crop, ResizedCrop)):
+        if isinstance(step.operation, (ops.Crop, ops.ResizedCrop)):
             name = type(step.operation).__name__
             raise ValueError(f"{name} must not stand between two of Rotate and Affine: put it before or after both")
     return tuple(numbered)
@@ -167,11 +141,11 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
 def _narrows(steps: Sequence[PlacedOperation], place: int) -> int:
     """Whether a window hides the rest of the source: only if what follows interpolates or leaves the window."""
     before, operation, after = steps[:place], steps[place].operation, steps[place + 1 :]
-    if any(isinstance(step.operation, (Rotate, Affine)) for step in before):
+    if any(isinstance(step.operation, (ops.Rotate, ops.Affine)) for step in before):
         return 0  # a turned window is no box
-    resamples = (Resize, ResizedCrop, Rotate, Affine)
+    resamples = (ops.Resize, ops.ResizedCrop, ops.Rotate, ops.Affine)
     later = any(isinstance(s.operation, resamples) or getattr(s.operation, "padding", 0) for s in after)
-    return int(isinstance(operation, ResizedCrop) or (isinstance(operation, Crop) and later))
+    return int(isinstance(operation, ops.ResizedCrop) or (isinstance(operation, ops.Crop) and later))
 
 
 def _rows(step: PlacedOperation, column: int, drawn: tuple[Draw, ...] | BoxDraw) -> Iterator[tuple[float, ...]]:
@@ -250,18 +224,18 @@ def _fold(program: BatchProgram, numbers: list[Tensor], nothing: Tensor) -> list
 def _one_fold(fold: Fold, drawn: list[Tensor], nothing: Tensor) -> tuple[Tensor, ...]:
     """The matrix of one operation: x = p·x' + q·y' + r, y = s·x' + t·y' + u."""
     one, width, height = nothing + 1, nothing + fold.width, nothing + fold.height
-    if fold.kind == HFlip.kind:
+    if fold.kind == ops.HFlip.kind:
         return 1 - 2 * drawn[0], nothing, drawn[0] * width, nothing, one, nothing
-    if fold.kind == VFlip.kind:
+    if fold.kind == ops.VFlip.kind:
         return one, nothing, nothing, nothing, 1 - 2 * drawn[0], drawn[0] * height
-    if fold.kind == Crop.kind:
+    if fold.kind == ops.Crop.kind:
         return one, nothing, drawn[1], nothing, one, drawn[0]
-    if fold.kind == Resize.kind:
+    if fold.kind == ops.Resize.kind:
         return width / fold.new_width, nothing, nothing, nothing, height / fold.new_height, nothing
-    if fold.kind == ResizedCrop.kind:
+    if fold.kind == ops.ResizedCrop.kind:
         return drawn[3] / fold.new_width, nothing, drawn[1], nothing, drawn[2] / fold.new_height, drawn[0]
     # torchvision turns the other way in `rotate` than in `affine`.
-    if fold.kind == Rotate.kind:
+    if fold.kind == ops.Rotate.kind:
         return _affine([-drawn[0], nothing, nothing, one, nothing, nothing], width / 2, height / 2)
     return _affine(drawn, width / 2, height / 2)
 
@@ -299,7 +273,7 @@ def apply(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Ten
 
 
 def apply_masks(program: BatchProgram, masks: Tensor, rows: Tensor, fill: int) -> Tensor:
-    """B×K×H×W of any type, the pixel nearest to where the matrix points."""
+    """B×K×H×W of any type, the pixel nearest to where the matrix points; never blended."""
     x, y = _places(program, rows)
     return _read_pixels(program, masks, rows, (x + 0.5).floor().long(), (y + 0.5).floor().long(), fill)[0]
 
@@ -326,6 +300,12 @@ def _read_pixels(
 
 
 def _sample(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Tensor:
+    """The source read once, its pixels weighed by a tent: 1 − |distance| / reach along each axis.
+
+    The reach is 1, which is bilinear interpolation; in a "tent" program it grows to the length of source that one
+    output pixel covers, which is torchvision's antialiasing. Pixels outside the box count as the fill where the
+    geometry can leave the picture, and not at all where it cannot.
+    """
     x, y = _places(program, rows)
     if program.sampling == "pixel":
         return _read_pixels(program, images, rows, (x + 0.5).floor().long(), (y + 0.5).floor().long(), fill)[0] / 255

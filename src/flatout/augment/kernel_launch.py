@@ -4,10 +4,8 @@
     pass_kernel   source ──► gather or load ──► point operations ──► store; on the way the sum of the gray values
     mask_kernel   the nearest pixel of any type
 
-A program is one pass. Contrast needs a mean first, a blur its neighbours: each ends a pass that leaves
-its result in a buffer. Nothing here waits for the GPU or allocates on the host, so all of it can be
-captured in a CUDA graph. Sizes, strides and operations are compile-time constants: a new image size or
-another list of operations compiles once.
+A program is one pass; a contrast, which needs a mean first, and a blur end one that leaves its result in a buffer.
+Nothing here waits for the GPU or allocates on the host: it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,20 +17,8 @@ import triton
 from torch import Tensor
 
 from . import operations as ops
+from . import triton_kernels as kernels
 from .batch_program import BatchProgram
-from .triton_kernels import (
-    BILINEAR,
-    BLUR_X,
-    BLUR_Y,
-    BUFFER,
-    CONTRAST,
-    PIXEL,
-    TENT,
-    WORDS,
-    draw_kernel,
-    mask_kernel,
-    pass_kernel,
-)
 
 POINTS = (
     ops.Brightness, ops.Contrast, ops.Saturation, ops.Hue, ops.Gamma,
@@ -71,8 +57,8 @@ class KernelPlan:
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.packed = channels == 3 and dtype != torch.float32
         self.table = torch.tensor(program.table, dtype=torch.float64, device=device)
-        bilinear = WORDS if in_words(images) else BILINEAR
-        gather = {"pixel": PIXEL, "tent": TENT, "bilinear": bilinear}[program.sampling].value
+        bilinear = kernels.WORDS if in_words(images) else kernels.BILINEAR
+        gather = {"pixel": kernels.PIXEL, "tent": kernels.TENT, "bilinear": bilinear}[program.sampling].value
         self.passes, self.sums = _passes(program, gather, channels, self.packed)
         self.drawing = {
             "SIZE": program.size,
@@ -108,7 +94,7 @@ class KernelPlan:
         rows = torch.empty(n, len(self.program.columns), device=index.device)
         sums = torch.empty(self.sums, n, dtype=torch.int64, device=index.device)
         grid = (triton.cdiv(n, 32), len(self.program.table) + 1)
-        draw_kernel[grid](index, rows, sums, self.table, n, epoch, seed, **self.drawing)
+        kernels.draw_kernel[grid](index, rows, sums, self.table, n, epoch, seed, **self.drawing)
         return rows, sums
 
     def no_sums(self, rows: Tensor) -> Tensor:
@@ -132,7 +118,7 @@ class KernelPlan:
                 sink = torch.empty(n, self.channels, height, width, dtype=kept, device=images.device)
             tile_width, tile_height = constants["TILE"][:2]
             grid = (n * triton.cdiv(width, tile_width) * triton.cdiv(height, tile_height),)
-            pass_kernel[grid](source, rows, sums, sink, n, stride, **constants)
+            kernels.pass_kernel[grid](source, rows, sums, sink, n, stride, **constants)
             if constants["STORE"]:
                 source, stride = sink, sink.stride(0)
         return sink
@@ -142,7 +128,7 @@ class KernelPlan:
         n, planes = masks.shape[:2]
         height, width = self.program.out_size
         sink = torch.empty(n, planes, height, width, dtype=masks.dtype, device=masks.device)
-        mask_kernel[(n * triton.cdiv(height * width, 1024),)](
+        kernels.mask_kernel[(n * triton.cdiv(height * width, 1024),)](
             masks, rows, sink, masks.stride(0), K=planes, STRIDES=tuple(masks.stride()[1:]), OUT=self.program.out_size,
             COLUMNS=len(self.program.columns), FILL=fill, BLOCK=1024,
         )  # fmt: skip
@@ -153,9 +139,9 @@ def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> 
     """The launches, and how many sums they take between them."""
     passes: list[dict[str, Any]] = []
     source: dict[str, Any] = {"SOURCE": gather, "PACKED_SOURCE": False, "RADIUS": 0, "SIGMA": 0, "TILE": GATHER}
-    if gather == PIXEL.value:
+    if gather == kernels.PIXEL.value:
         source["TILE"] = STREAM
-    buffer = {"SOURCE": BUFFER.value, "PACKED_SOURCE": packed, "RADIUS": 0, "SIGMA": 0, "TILE": STREAM}
+    buffer = {"SOURCE": kernels.BUFFER.value, "PACKED_SOURCE": packed, "RADIUS": 0, "SIGMA": 0, "TILE": STREAM}
     pending: list[tuple[float, ...]] = []
     sums = 0
 
@@ -167,17 +153,17 @@ def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> 
         if isinstance(operation, ops.Blur):
             launch()
             pending = []
-            source = buffer | {"SOURCE": BLUR_X.value, "RADIUS": operation.radius, "SIGMA": columns.start}
+            source = buffer | {"SOURCE": kernels.BLUR_X.value, "RADIUS": operation.radius, "SIGMA": columns.start}
             launch()
-            source = source | {"SOURCE": BLUR_Y.value}
+            source = source | {"SOURCE": kernels.BLUR_Y.value}
             continue
         if isinstance(operation, ops.Contrast):
             # Reading it once more costs little.
-            again = source["SOURCE"] in (PIXEL.value, BUFFER.value)
+            again = source["SOURCE"] in (kernels.PIXEL.value, kernels.BUFFER.value)
             launch(sums, store=not again)
             if not again:
                 source, pending = buffer, []
-            pending.append((CONTRAST.value, columns.start, sums))
+            pending.append((kernels.CONTRAST.value, columns.start, sums))
             sums += 1
         else:
             pending.append((POINTS.index(type(operation)), columns.start, *_constants(operation, channels)))

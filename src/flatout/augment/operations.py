@@ -1,13 +1,9 @@
 """What each operation does, to the letter; together with `batch_program` the specification of the kernels.
 
-Geometry is described by where in the source an output point comes from: x to the right, y down, in pixels, a
-pixel's centre at ½; `batch_program` folds it all into one matrix. What changes values is a formula in plain
-PyTorch, of a picture in float32 from 0 to 1, B×C×H×W. An operation that torchvision has too means what it
-means there, on floats, with its numbers drawn for every sample.
-
-Random numbers come from Philox4x32-10: words that are a function of a counter and a key, so that any of
-them can be computed alone. The counter is (sample index, epoch, operation), the key the seed. Only
-integers are involved: torch here and Triton's `tl.philox` on the GPU give the same bits.
+Geometry is described by where in the source an output point comes from: x to the right, y down, in pixels, a pixel's
+centre at ½. What changes values is a formula in plain PyTorch, of a picture in float32 from 0 to 1, B×C×H×W. An
+operation that torchvision has too means what it means there, on floats, with its numbers drawn for every sample: words
+of Philox4x32-10, whose counter is (sample index, epoch, operation) and whose key is the seed.
 """
 
 from __future__ import annotations
@@ -64,6 +60,12 @@ class Operation:
         """What is drawn for each sample of pictures of this size."""
         return ()
 
+    def _between(self, field: str, low: float, high: float, *, around: float | None = None, neutral: float = 0) -> Draw:
+        """A number from the interval in a field. A lone number there stands for that much either side of `around`, or
+        for itself if that is None."""
+        value = getattr(self, field)
+        return between(field, f"{type(self).__name__}.{field}", value, low, high, around=around, neutral=neutral)
+
 
 def require(ok: bool, what: str, expected: str, got: object) -> None:
     """Raise a ValueError about an argument, unless it is `ok`."""
@@ -72,9 +74,8 @@ def require(ok: bool, what: str, expected: str, got: object) -> None:
 
 
 def between(
-    name: str, what: str, value: float | Interval, *, around: float | None, low: float, high: float, neutral: float
+    name: str, what: str, value: float | Interval, low: float, high: float, *, around: float | None, neutral: float
 ) -> Draw:
-    """Draw between a pair; a number stands for that much either side of `around`, or for itself if that is None."""
     if not isinstance(value, (int, float)):
         first, last = value
     elif around is None:
@@ -208,7 +209,7 @@ class Rotate(Geometry):
     kind: ClassVar[int] = 5
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
-        return (between("degrees", "Rotate.degrees", self.degrees, around=0, low=-360, high=360, neutral=0),)
+        return (self._between("degrees", -360, 360, around=0),)
 
 
 @dataclass(frozen=True)
@@ -232,13 +233,13 @@ class Affine(Geometry):
         else:
             shear_x, shear_y = self.shear, (0.0, 0.0)
         return (
-            between("degrees", "Affine.degrees", self.degrees, around=0, low=-360, high=360, neutral=0),
+            self._between("degrees", -360, 360, around=0),
             # In whole pixels, as torchvision's.
             Draw("right", 0.5 - right * size[1], 2 * right * size[1], whole=True),
             Draw("down", 0.5 - down * size[0], 2 * down * size[0], whole=True),
-            between("scale", "Affine.scale", self.scale, around=None, low=0.001, high=1000, neutral=1),
-            between("shear_x", "Affine.shear", shear_x, around=0, low=-89, high=89, neutral=0),
-            between("shear_y", "Affine.shear", shear_y, around=0, low=-89, high=89, neutral=0),
+            self._between("scale", 0.001, 1000, neutral=1),
+            between("shear_x", "Affine.shear", shear_x, -89, 89, around=0, neutral=0),
+            between("shear_y", "Affine.shear", shear_y, -89, 89, around=0, neutral=0),
         )
 
 
@@ -312,7 +313,7 @@ class Brightness(Point):
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
         (name, around, low, high), what = self.drawn, f"{type(self).__name__}.amount"
-        return (between(name, what, self.amount, around=around, low=low, high=high, neutral=around),)
+        return (between(name, what, self.amount, low, high, around=around, neutral=around),)
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         return (x * drawn[0]).clamp(0, 1)
@@ -399,8 +400,9 @@ class Noise(Point):
     p: float = 1.0
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
-        sigma = between("sigma", "Noise.sigma", self.sigma, around=None, low=0, high=1000, neutral=0)
-        return sigma, *(Draw(name, 0.0, 2.0**24, whole=True) for name in ("key_low", "key_high"))
+        return self._between("sigma", 0, 1000), *(
+            Draw(name, 0.0, 2.0**24, whole=True) for name in ("key_low", "key_high")
+        )
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         sigma, key_low, key_high = drawn
@@ -448,7 +450,7 @@ class Blur(Point):
     def draws(self, size: Size) -> tuple[Draw, ...]:
         require(self.kernel_size % 2 == 1, "Blur.kernel_size", "odd", self.kernel_size)
         require(0 <= self.radius < min(size), "Blur.kernel_size", f"1 to {2 * min(size) - 1} here", self.kernel_size)
-        return (between("sigma", "Blur.sigma", self.sigma, around=None, low=0.001, high=1000, neutral=0),)
+        return (self._between("sigma", 0.001, 1000),)
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         taps = torch.arange(-self.radius, self.radius + 1, device=x.device, dtype=torch.float32)

@@ -11,29 +11,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from .operations import (
-    Affine,
-    Blur,
-    ColorJitter,
-    Crop,
-    Erase,
-    Grayscale,
-    HFlip,
-    Invert,
-    Noise,
-    Normalize,
-    Operation,
-    Resize,
-    ResizedCrop,
-    Rotate,
-    VFlip,
-)  # fmt: skip
+from . import operations as ops
 
 # These are not needed: Augment takes uint8 and gives floats.
 _CONVERSIONS = {"ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ToImageTensor", "Identity"}
 
 
-def convert(transform: Any) -> tuple[list[Operation], int, tuple[str, ...]]:
+def convert(transform: Any) -> tuple[list[ops.Operation], int, tuple[str, ...]]:
     """The operations, the fill, and what will be different."""
     notes: list[str] = []
     fills: set[int] = set()
@@ -60,7 +44,7 @@ def _name(transform: Any) -> str:
     return type(transform).__name__
 
 
-def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
+def _one(transform: Any, notes: list[str], fills: set[int]) -> list[ops.Operation]:
     name = _name(transform)
     if name in _CONVERSIONS:
         return []
@@ -121,9 +105,9 @@ def _square(size: Any) -> Any:
     return _size(size)
 
 
-def _affine(t: Any) -> Operation:
+def _affine(t: Any) -> ops.Operation:
     given: dict[str, Any] = {name: getattr(t, name) for name in ("translate", "scale", "shear")}
-    return Affine(tuple(t.degrees), **_as_tuples(given))
+    return ops.Affine(tuple(t.degrees), **_as_tuples(given))
 
 
 def _as_tuples(values: dict[str, Any]) -> dict[str, Any]:
@@ -131,60 +115,60 @@ def _as_tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) for name, value in values.items() if value is not None}
 
 
-def _crop(t: Any) -> Operation:
+def _crop(t: Any) -> ops.Operation:
     padding = t.padding if isinstance(t.padding, (list, tuple)) else [t.padding or 0]
     if len(set(padding)) != 1 or (padding[0] and t.padding_mode != "constant"):
         _refuse("RandomCrop", "the same constant padding on all sides expected")
-    return Crop(_square(t.size), int(padding[0]))
+    return ops.Crop(_square(t.size), int(padding[0]))
 
 
-def _jitter(t: Any) -> Operation:
+def _jitter(t: Any) -> ops.Operation:
     amounts: dict[str, Any] = {name: getattr(t, name) for name in ("brightness", "contrast", "saturation", "hue")}
-    return ColorJitter(**_as_tuples(amounts))
+    return ops.ColorJitter(**_as_tuples(amounts))
 
 
-def _erase(t: Any) -> Operation:
+def _erase(t: Any) -> ops.Operation:
     value = t.value if isinstance(t.value, (list, tuple)) else [t.value]
     if len(set(value)) != 1 or not isinstance(value[0], (int, float)):
         _refuse("RandomErasing", "one number expected as value")
-    return Erase(t.p, tuple(t.scale), tuple(t.ratio), float(value[0]))
+    return ops.Erase(t.p, tuple(t.scale), tuple(t.ratio), float(value[0]))
 
 
-def _blur(t: Any) -> Operation:
+def _blur(t: Any) -> ops.Operation:
     if len(set(t.kernel_size)) != 1:
         _refuse("GaussianBlur", "a square kernel expected")
-    return Blur(int(t.kernel_size[0]), tuple(t.sigma))
+    return ops.Blur(int(t.kernel_size[0]), tuple(t.sigma))
 
 
-def _noise(t: Any) -> Operation:
+def _noise(t: Any) -> ops.Operation:
     if t.mean != 0 or not t.clip:
         _refuse("GaussianNoise", "mean=0 and clip=True expected")
-    return Noise(float(t.sigma))
+    return ops.Noise(float(t.sigma))
 
 
-def _grayscale(t: Any) -> Operation:
+def _grayscale(t: Any) -> ops.Operation:
     if t.num_output_channels != 3:
         _refuse("Grayscale", "num_output_channels=3 expected: the number of channels stays")
-    return Grayscale(1.0)
+    return ops.Grayscale(1.0)
 
 
-_READERS: dict[str, Callable[[Any], Operation]] = {
-    "RandomHorizontalFlip": lambda t: HFlip(t.p),
-    "RandomVerticalFlip": lambda t: VFlip(t.p),
+_READERS: dict[str, Callable[[Any], ops.Operation]] = {
+    "RandomHorizontalFlip": lambda t: ops.HFlip(t.p),
+    "RandomVerticalFlip": lambda t: ops.VFlip(t.p),
     "RandomCrop": _crop,
-    "CenterCrop": lambda t: Crop(_square(t.size), center=True),
-    "Resize": lambda t: Resize(_size(t.size), t.antialias is not False),
-    "RandomResizedCrop": lambda t: ResizedCrop(
+    "CenterCrop": lambda t: ops.Crop(_square(t.size), center=True),
+    "Resize": lambda t: ops.Resize(_size(t.size), t.antialias is not False),
+    "RandomResizedCrop": lambda t: ops.ResizedCrop(
         _square(t.size), tuple(t.scale), tuple(t.ratio), t.antialias is not False
     ),
-    "RandomRotation": lambda t: Rotate(tuple(t.degrees)),
+    "RandomRotation": lambda t: ops.Rotate(tuple(t.degrees)),
     "RandomAffine": _affine,
     "ColorJitter": _jitter,
-    "RandomGrayscale": lambda t: Grayscale(t.p),
+    "RandomGrayscale": lambda t: ops.Grayscale(t.p),
     "Grayscale": _grayscale,
-    "RandomInvert": lambda t: Invert(t.p),
+    "RandomInvert": lambda t: ops.Invert(t.p),
     "GaussianNoise": _noise,
     "RandomErasing": _erase,
     "GaussianBlur": _blur,
-    "Normalize": lambda t: Normalize(tuple(t.mean), tuple(t.std)),
+    "Normalize": lambda t: ops.Normalize(tuple(t.mean), tuple(t.std)),
 }
