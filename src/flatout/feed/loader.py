@@ -212,7 +212,7 @@ def _scheduler_for(
 ) -> BatchScheduler:
     """The loader's scheduler `before`, where that may be used again."""
     page_locked = bool(loader.pin_memory or options.page_locked) and torch.cuda.is_available()
-    latest = before.iterator() if before is not None and before.iterator is not None else None
+    latest = before.iterator() if before is not None else None
     # Two passes at once, as in zip(loader, loader), have workers of their own each.
     in_use = latest is not None and not latest.position.finished
     if before is not None and not (in_use or before.closed or before.slots.page_locked != page_locked):

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -93,7 +93,7 @@ class BatchScheduler:
         self.left_workers = False  # for the rest of this pass
         self.given_back = ""  # why PyTorch's iterator has to do from the next pass on
         self.checked = False  # whether a pass with workers was watched for writes to the dataset, from its beginning
-        self.iterator: weakref.ref[Any] | None = None  # the latest
+        self.iterator: Callable[[], Any] = lambda: None  # the latest, if it is still there
         self.declared = int(loader.num_workers) if options.workers == "tuned" else recipe.declared  # by the script
         self._fixed = options.workers is None
         self._persistent = loader.persistent_workers
@@ -178,9 +178,9 @@ class BatchScheduler:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        written = [assignment.slot for worker in self.pool for assignment in worker.tasks]
+        written = [task.slot for worker in self.pool for task in worker.tasks if task.slot is not None]
         self.pool.end()
-        self.slots.retire([slot for slot in written if slot is not None])  # a worker may still be at it
+        self.slots.retire(written)  # a worker may still be at it
 
     @property
     def closed(self) -> bool:
@@ -204,8 +204,13 @@ class BatchScheduler:
             self.pool.begin(self.recipe)
             self._scale()
         self._receive(0)
-        batch = self._finished()
-        while batch is None:
+        while (batch := self._finished()) is None:
+            # Nothing for a while: only now is it worth looking for workers that hang, or hold others up.
+            if timeout_s and waited >= timeout_s:
+                raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
+            if waited >= STALL_S:
+                self.pool.end_hung(began)
+                self._help_stuck_workers()
             self._fill()
             if not self._table:
                 self._finish_pass()
@@ -214,13 +219,6 @@ class BatchScheduler:
             if not self._make_in_process():
                 self._receive(min(max(STALL_S, waited), timeout_s - waited if timeout_s else 1.0, 1.0))
             waited += time.monotonic() - asked
-            batch = self._finished()
-            # Nothing for a while: only now is it worth looking for workers that hang, or hold others up.
-            if batch is None and timeout_s and waited >= timeout_s:
-                raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
-            if batch is None and waited >= STALL_S:
-                self.pool.end_hung(began)
-                self._help_stuck_workers()
         self._table.remove(batch)
         self.pool.batch_arrived()
         # Before the loop goes away to compute, so that workers have something to do meanwhile.
@@ -236,17 +234,13 @@ class BatchScheduler:
         if not self._table:
             self._fill()
         batch = self._finished()
-        if batch is None:
-            return not self._table
-        return batch.problem is None
+        return batch.problem is None if batch is not None else not self._table
 
     def _make_in_process(self) -> bool:
         """Make the next batch here, if no worker is to make it: with the random numbers that it would have there."""
-        uses_workers = self.pool.is_open and self.workers > 0
-        if uses_workers or self._epoch is None:
-            return False
         batch = next(batch for batch in self._table if not batch.finished)
-        if batch.given:  # to a worker that is about to leave
+        # It may have been given to a worker that is about to leave.
+        if (self.pool.is_open and self.workers > 0) or self._epoch is None or batch.given:
             return False
         if self._in_process is None:
             self._in_process = SeededDataset(self.recipe, board=[0])
@@ -260,12 +254,10 @@ class BatchScheduler:
         batch.bad, batch.finished = self._in_process.bad, True
         return True
 
-    def leave_workers(self, handed_out: Batch | None = None) -> None:
-        """Make the rest of this pass in this process, as PyTorch does with num_workers=0: all that the loop
-        has not got yet, and first of all `handed_out`, if that is taken back."""
-        batches = list(self._table)
-        if handed_out is not None:
-            batches.insert(0, handed_out)
+    def leave_workers(self, *handed_out: Batch) -> None:
+        """Make the rest of this pass in this process, as PyTorch does with num_workers=0: all that the loop has not got
+        yet, and first of all `handed_out`, if that is taken back."""
+        batches = [*handed_out, *self._table]
         for batch in batches:
             batch.drop()
         self._table = deque(Batch(batch.number, batch.indices) for batch in batches)
@@ -404,9 +396,10 @@ class BatchScheduler:
         if self._epoch is None or not self.pool.is_open:
             return
         by_tasks = sorted(self.pool.working, key=lambda worker: len(worker.tasks))
-        for _ in range(self.workers - len(by_tasks)):
+        too_many = len(by_tasks) - self.workers
+        for _ in range(-too_many):
             self.pool.start_worker()
-        for worker in by_tasks[: max(0, len(by_tasks) - self.workers)]:
+        for worker in by_tasks[: max(0, too_many)]:
             self.pool.let_go(worker)
 
 
