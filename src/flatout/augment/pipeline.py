@@ -11,20 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from . import batch_program
+from . import operations as ops
 from .batch_program import BatchProgram, draw, steps
-from .operations import (
-    Affine,
-    Blur,
-    Brightness,
-    ColorJitter,
-    Contrast,
-    HFlip,
-    Normalize,
-    Operation,
-    Resize,
-    Rotate,
-    require,
-)  # fmt: skip
+from .operations import Operation, require
 
 if TYPE_CHECKING:
     from .kernel_launch import KernelPlan
@@ -117,10 +106,11 @@ class Augment(nn.Module):
         return ", ".join([*map(str, self.operations), f"seed={self.seed}", f"dtype={self.dtype}"])
 
     def _program(self, images: Tensor, training: bool) -> BatchProgram:
-        key = (*images.shape[1:], training)
+        key = channels, height, width, _ = (*map(int, images.shape[1:]), training)
         if key not in self._programs:
-            steps = [step for step in self._steps if training or isinstance(step.operation, (Resize, Normalize))]
-            channels, height, width = map(int, images.shape[1:])
+            steps = [
+                step for step in self._steps if training or isinstance(step.operation, (ops.Resize, ops.Normalize))
+            ]
             nearest = self.interpolation == "nearest"
             self._programs[key] = BatchProgram.build(steps, (height, width), channels, nearest=nearest)
         return self._programs[key]
@@ -130,17 +120,14 @@ class Augment(nn.Module):
 
         key = (id(program), images.device, images.stride()[1:], kernel_launch.in_words(images))
         if key not in self._plans:
-            plan = kernel_launch.KernelPlan(
-                program, images, dtype=self.dtype, channels_last=self.channels_last, fill=self.fill
-            )
-            self._plans[key] = plan
+            options: dict[str, Any] = {"dtype": self.dtype, "channels_last": self.channels_last, "fill": self.fill}
+            self._plans[key] = kernel_launch.KernelPlan(program, images, **options)
         return self._plans[key]
 
     def _channels_first(self, images: Tensor) -> Tensor:
         """NHWC or NCHW as a view in NCHW."""
-        require(
-            isinstance(images, Tensor) and images.dtype == torch.uint8, "images", "a uint8 tensor", _described(images)
-        )
+        is_bytes = isinstance(images, Tensor) and images.dtype == torch.uint8
+        require(is_bytes, "images", "a uint8 tensor", _described(images))
         shape = tuple(images.shape)
         first = len(shape) == 4 and 1 <= shape[1] <= 4 and self.layout != "NHWC"
         last = len(shape) == 4 and 1 <= shape[3] <= 4 and self.layout != "NCHW"
@@ -164,26 +151,26 @@ class Minimal(Augment):
         require(size is None or isinstance(size, (int, tuple, list)), "size", "a number or (height, width)", size)
         if isinstance(size, int):
             size = size, size
-        resize = [] if size is None else [Resize(size)]
-        super().__init__([*resize, *self._random(), Normalize(mean, std)], **options)
+        resize = [] if size is None else [ops.Resize(size)]
+        super().__init__([*resize, *self._random(), ops.Normalize(mean, std)], **options)
 
     def _random(self) -> list[Operation]:
-        return [HFlip(0.5)]
+        return [ops.HFlip(0.5)]
 
 
 class Standard(Minimal):
     """Flip, rotate by up to 15°, brightness and contrast 0.2, normalize."""
 
     def _random(self) -> list[Operation]:
-        return [HFlip(0.5), Rotate(15), Brightness(0.2), Contrast(0.2)]
+        return [ops.HFlip(0.5), ops.Rotate(15), ops.Brightness(0.2), ops.Contrast(0.2)]
 
 
 class Strong(Minimal):
     """Flip, affine, full colour jitter, a blur on every second sample, normalize."""
 
     def _random(self) -> list[Operation]:
-        affine = Affine(degrees=30, translate=0.1, scale=(0.8, 1.2), shear=10)
-        return [HFlip(0.5), affine, ColorJitter(0.4, 0.4, 0.4, 0.1), Blur(5, (0.1, 2.0), p=0.5)]
+        affine = ops.Affine(degrees=30, translate=0.1, scale=(0.8, 1.2), shear=10)
+        return [ops.HFlip(0.5), affine, ops.ColorJitter(0.4, 0.4, 0.4, 0.1), ops.Blur(5, (0.1, 2.0), p=0.5)]
 
 
 class Schedule(nn.Module):
@@ -227,6 +214,7 @@ def _run(
         require(fits, "params", f"float32 of {shape} on {images.device}", _described(params))
     if len(images) == 0:
         return _empty(augment, images, masks, program)
+    out_masks = images.new_empty(0, dtype=torch.float32)
     if images.is_cuda:
         plan = augment._plan(program, images)
         if params is None:
@@ -234,17 +222,15 @@ def _run(
         else:
             rows, sums = params, plan.no_sums(params)
         out = plan.apply(images, rows, sums)
-        out_masks = None if planes is None else plan.apply_masks(planes, rows, augment.mask_fill)
+        if planes is not None:
+            out_masks = plan.apply_masks(planes, rows, augment.mask_fill)
     else:
         rows = draw(program, index, epoch, augment.seed) if params is None else params
         out = batch_program.apply(program, images, rows, augment.fill)
         out = out.to(augment.dtype, memory_format=augment._memory_format)
-        out_masks = None if planes is None else batch_program.apply_masks(program, planes, rows, augment.mask_fill)
-    if masks is None or out_masks is None:
-        return [out, rows.new_empty(0), rows]
-    if masks.dim() == 3:
-        out_masks = out_masks[:, 0]
-    return [out, out_masks, rows]
+        if planes is not None:
+            out_masks = batch_program.apply_masks(program, planes, rows, augment.mask_fill)
+    return [out, out_masks[:, 0] if masks is not None and masks.dim() == 3 else out_masks, rows]
 
 
 def _empty(augment: Augment, images: Tensor, masks: Tensor | None, program: BatchProgram) -> list[Tensor]:

@@ -130,13 +130,10 @@ def _fold(index, epoch, seed, table, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, 
             degrees = -_number(index, epoch, seed, row)
             p, q, r, s, t, u = _affine(degrees, 0.0, 0.0, 1.0, nothing, nothing, w / 2, h / 2)
         else:
-            degrees = _number(index, epoch, seed, row)
-            x = _number(index, epoch, seed, row + _TABLE_WIDTH)
-            y = _number(index, epoch, seed, row + 2 * _TABLE_WIDTH)
-            scale = _number(index, epoch, seed, row + 3 * _TABLE_WIDTH)
-            shear_x = _number(index, epoch, seed, row + 4 * _TABLE_WIDTH)
-            shear_y = _number(index, epoch, seed, row + 5 * _TABLE_WIDTH)
-            p, q, r, s, t, u = _affine(degrees, x, y, scale, shear_x, shear_y, w / 2, h / 2)
+            drawn = ()
+            for j in tl.static_range(6):
+                drawn = drawn + (_number(index, epoch, seed, row + j * _TABLE_WIDTH),)
+            p, q, r, s, t, u = _affine(drawn[0], drawn[1], drawn[2], drawn[3], drawn[4], drawn[5], w / 2, h / 2)
         a, b, c = a * p + b * s, a * q + b * t, a * r + b * u + c
         d, e, f = d * p + e * s, d * q + e * t, d * r + e * u + f
         if FOLDS[i][6]:
@@ -463,17 +460,24 @@ def _store_quads(sink, px, place, live):
 
 
 @triton.jit
+def _matrix_and_box(row, COLUMNS: tl.constexpr):
+    derived = row + (COLUMNS - 10)
+    numbers = ()
+    for i in tl.static_range(6):
+        numbers = numbers + (tl.load(derived + i),)
+    for i in tl.static_range(6, 10):
+        numbers = numbers + (tl.load(derived + i).to(tl.int32),)
+    return numbers
+
+
+@triton.jit
 def _gathered(
     source, row, x, y, x0, y0,
     SOURCE: tl.constexpr, C: tl.constexpr, STRIDES: tl.constexpr, COLUMNS: tl.constexpr, FILLED: tl.constexpr,
     FILL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The pixels of a tile, read where the matrix says; its corner is at x0, y0."""
-    derived = row + (COLUMNS - 10)
-    a, b, c = tl.load(derived), tl.load(derived + 1), tl.load(derived + 2)
-    d, e, f = tl.load(derived + 3), tl.load(derived + 4), tl.load(derived + 5)
-    left, top = tl.load(derived + 6).to(tl.int32), tl.load(derived + 7).to(tl.int32)
-    right, bottom = tl.load(derived + 8).to(tl.int32), tl.load(derived + 9).to(tl.int32)
+    a, b, c, d, e, f, left, top, right, bottom = _matrix_and_box(row, COLUMNS)
     # where the tile's corner and each of its pixels come from, from the centre of the source's first pixel
     corner_x = a * (x0 + 0.5) + b * (y0 + 0.5) + c - 0.5
     corner_y = d * (x0 + 0.5) + e * (y0 + 0.5) + f - 0.5
@@ -579,11 +583,9 @@ def mask_kernel(
     sample = tl.program_id(0) // tiles
     i = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     x, y = (i % OUT[1]).to(tl.float32) + 0.5, (i // OUT[1]).to(tl.float32) + 0.5
-    derived = rows + sample * COLUMNS + (COLUMNS - 10)
-    column = tl.floor(tl.load(derived) * x + tl.load(derived + 1) * y + tl.load(derived + 2)).to(tl.int32)
-    line = tl.floor(tl.load(derived + 3) * x + tl.load(derived + 4) * y + tl.load(derived + 5)).to(tl.int32)
-    inside = (column >= tl.load(derived + 6)) & (column < tl.load(derived + 8))
-    inside = inside & (line >= tl.load(derived + 7)) & (line < tl.load(derived + 9))
+    a, b, c, d, e, f, left, top, right, bottom = _matrix_and_box(rows + sample * COLUMNS, COLUMNS)
+    column, line = tl.floor(a * x + b * y + c).to(tl.int32), tl.floor(d * x + e * y + f).to(tl.int32)
+    inside = (column >= left) & (column < right) & (line >= top) & (line < bottom)
     place = source + sample.to(tl.int64) * source_stride + (line * STRIDES[1] + column * STRIDES[2])
     sink += sample.to(tl.int64) * (K * OUT[0] * OUT[1])
     for k in tl.static_range(K):
