@@ -230,7 +230,9 @@ def _run(
         out = out.to(augment.dtype, memory_format=augment._memory_format)
         if planes is not None:
             out_masks = batch_program.apply_masks(program, planes, rows, augment.mask_fill)
-    return [out, out_masks[:, 0] if masks is not None and masks.dim() == 3 else out_masks, rows]
+    if masks is not None and masks.dim() == 3:
+        out_masks = out_masks[:, 0]
+    return [out, out_masks, rows]
 
 
 def _empty(augment: Augment, images: Tensor, masks: Tensor | None, program: BatchProgram) -> list[Tensor]:

@@ -264,7 +264,7 @@ class Tuning(Controller):
         if self._asked_at is None:
             return
         self._pass_ended_at, self._asked_at = now, None
-        if not (self._fixed or self._held):
+        if not self._held:
             self.observe_pass(self._pass)
 
     def add_batch(self, done: Done) -> None:
@@ -313,8 +313,7 @@ class Tuning(Controller):
     def cores(self) -> float:
         """A fair share of the cores, among the loaders that were used in the last seconds."""
         assert self._asked_at is not None
-        asked = [other._asked_at for other in self._others()]
-        sharing = sum(at is not None and self._asked_at - at < RECENT_S for at in asked)
+        sharing = sum(self._asked_at - (other._asked_at or -math.inf) < RECENT_S for other in self._others())
         return max(1.0, self._budget.cores_allowed / (1 + sharing))
 
     def _others(self) -> list[Tuning]:

@@ -93,18 +93,18 @@ class FeedIterator(_BaseDataLoaderIter):
         position.generators = [generator.get_state() for generator in self._generators]
         if loader.num_workers > 0 or not first:  # PyTorch with workers asks the sampler twice at the start
             super()._reset(loader, first)
-        chained = self._index_sampler if is_chained(self._index_sampler) else None
-        if chained is not None:
-            skip = skip or chained.first
-            self._sampler_iter = chained.beginning_at(skip)
+        sampler: Any = self._index_sampler
+        # A sampler of torch's own draws when it is started and when it has ended; a batch that is not full ends it.
+        batches = len(sampler) if self._pure_sampler else 0
+        if is_chained(sampler):
+            skip = skip or sampler.first
+            self._sampler_iter = sampler.beginning_at(skip)
+            if self._pure_sampler:
+                batches = sampler.in_all
         else:
             for _ in itertools.islice(self._sampler_iter, skip):
                 pass
         self._num_yielded = position.yielded = skip
-        # A sampler of torch's own draws when it is started and when it has ended; a batch that is not full ends it.
-        batches = 0
-        if self._pure_sampler:
-            batches = chained.in_all if chained is not None else len(self._index_sampler)
         self._epoch = Epoch(
             key=(position.base_seed + (_rank() << 48), position.epoch),
             indices=self._sampler_iter,

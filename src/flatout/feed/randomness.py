@@ -101,7 +101,10 @@ def _search(thing: Any, seen: set[int], depth: int) -> Iterator[Any]:
     if depth == 0 or id(thing) in seen or isinstance(thing, (str, bytes, int, float, torch.Tensor, type)):
         return
     seen.add(id(thing))
-    if isinstance(thing, (torch.Generator, random.Random)) or _is_numpy_generator(thing):
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    if isinstance(thing, kinds):
         yield thing
         return
     inner = thing
@@ -110,11 +113,6 @@ def _search(thing: Any, seen: set[int], depth: int) -> Iterator[Any]:
     if len(inner) <= _MAX_ATTRIBUTES:
         for value in inner:
             yield from _search(value, seen, depth - 1)
-
-
-def _is_numpy_generator(thing: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
 
 
 def _seed_private(generator: Any, seed: int) -> None:

@@ -234,7 +234,9 @@ class BatchScheduler:
         if not self._table:
             self._fill()
         batch = self._finished()
-        return batch.problem is None if batch is not None else not self._table
+        if batch is None:
+            return not self._table
+        return batch.problem is None
 
     def _make_in_process(self) -> bool:
         """Make the next batch here, if no worker is to make it: with the random numbers that it would have there."""
