@@ -68,17 +68,21 @@ def _one(transform: Any, notes: list[str], fills: set[int]) -> list[ops.Operatio
     if name == "ColorJitter":
         notes.append("ColorJitter: always in the order brightness, contrast, saturation, hue; torchvision shuffles it")
     fill = getattr(transform, "fill", None)
-    if isinstance(fill, (list, tuple)) and len(set(fill)) == 1:
-        fill = fill[0]
     if fill is not None and (name != "RandomCrop" or transform.padding):
-        if not isinstance(fill, (int, float)):
-            _refuse(name, "one number expected as fill")
-        fills.add(int(fill))
+        fills.add(int(_lone(name, fill, "one number expected as fill")))
     return [_READERS[name](transform)]
 
 
 def _refuse(name: str, why: str) -> NoReturn:
     raise ValueError(f"from_torchvision: {name} cannot be converted: {why}")
+
+
+def _lone(name: str, value: Any, expected: str) -> Any:
+    """A number, also one that stands several times in a sequence."""
+    first, *others = value if isinstance(value, (list, tuple)) else [value]
+    if not isinstance(first, (int, float)) or any(other != first for other in others):
+        _refuse(name, expected)
+    return first
 
 
 def _check_interpolation(name: str, transform: Any, notes: list[str]) -> None:
@@ -106,38 +110,33 @@ def _square(size: Any) -> Any:
 
 
 def _affine(t: Any) -> ops.Operation:
-    given: dict[str, Any] = {name: getattr(t, name) for name in ("translate", "scale", "shear")}
-    return ops.Affine(tuple(t.degrees), **_as_tuples(given))
+    return ops.Affine(tuple(t.degrees), **_given(t, "translate", "scale", "shear"))
 
 
-def _as_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Without those that are None."""
-    return {name: tuple(value) for name, value in values.items() if value is not None}
+def _given(t: Any, *names: str) -> dict[str, Any]:
+    """These attributes, without those that are None."""
+    return {name: tuple(getattr(t, name)) for name in names if getattr(t, name) is not None}
 
 
 def _crop(t: Any) -> ops.Operation:
-    padding = t.padding if isinstance(t.padding, (list, tuple)) else [t.padding or 0]
-    if len(set(padding)) != 1 or (padding[0] and t.padding_mode != "constant"):
-        _refuse("RandomCrop", "the same constant padding on all sides expected")
-    return ops.Crop(_square(t.size), int(padding[0]))
+    expected = "the same constant padding on all sides expected"
+    padding = _lone("RandomCrop", t.padding or 0, expected)
+    if padding and t.padding_mode != "constant":
+        _refuse("RandomCrop", expected)
+    return ops.Crop(_square(t.size), int(padding))
 
 
 def _jitter(t: Any) -> ops.Operation:
-    amounts: dict[str, Any] = {name: getattr(t, name) for name in ("brightness", "contrast", "saturation", "hue")}
-    return ops.ColorJitter(**_as_tuples(amounts))
+    return ops.ColorJitter(**_given(t, "brightness", "contrast", "saturation", "hue"))
 
 
 def _erase(t: Any) -> ops.Operation:
-    value = t.value if isinstance(t.value, (list, tuple)) else [t.value]
-    if len(set(value)) != 1 or not isinstance(value[0], (int, float)):
-        _refuse("RandomErasing", "one number expected as value")
-    return ops.Erase(t.p, tuple(t.scale), tuple(t.ratio), float(value[0]))
+    value = _lone("RandomErasing", t.value, "one number expected as value")
+    return ops.Erase(t.p, tuple(t.scale), tuple(t.ratio), float(value))
 
 
 def _blur(t: Any) -> ops.Operation:
-    if len(set(t.kernel_size)) != 1:
-        _refuse("GaussianBlur", "a square kernel expected")
-    return ops.Blur(int(t.kernel_size[0]), tuple(t.sigma))
+    return ops.Blur(int(_lone("GaussianBlur", t.kernel_size, "a square kernel expected")), tuple(t.sigma))
 
 
 def _noise(t: Any) -> ops.Operation:
