@@ -23,6 +23,7 @@ from .operations import BoxDraw, Draw, Geometry, Operation, Point, Size, philox,
 
 ATTEMPTS = 10  # of a box, as in torchvision
 TABLE_WIDTH = 18
+_TURNS = (ops.Rotate, ops.Affine)
 _DERIVED = (*(f"matrix.{i}" for i in range(6)), "box.left", "box.top", "box.right", "box.bottom")
 
 
@@ -94,7 +95,6 @@ class BatchProgram:
                     require(channels in (1, 3), f"channels for {type(operation).__name__}", "1 or 3", channels)
                 if not (operation.colour and channels == 1):
                     points.append((operation, range(column, len(columns))))
-        kinds = {type(step.operation) for step in steps}
         sampling = "tent" if antialias else "bilinear"
         if nearest or all(fold.kind <= ops.Crop.kind for fold in folds):
             sampling = "pixel"
@@ -106,7 +106,7 @@ class BatchProgram:
             folds=tuple(folds),
             points=tuple(points),
             sampling=sampling,
-            filled=bool(kinds & {ops.Rotate, ops.Affine}) or any(getattr(s.operation, "padding", 0) for s in steps),
+            filled=any(isinstance(step.operation, _TURNS) or _padding(step) for step in steps),
         )
 
 
@@ -130,7 +130,7 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
             if not isinstance(operation, ops.Erase) and any(isinstance(o, ops.Normalize) for o in seen):
                 raise ValueError(f"{name} must stand before Normalize: it takes values from 0 to 1")
             seen.append(operation)
-    turns = [i for i, step in enumerate(numbered) if isinstance(step.operation, (ops.Rotate, ops.Affine))]
+    turns = [i for i, step in enumerate(numbered) if isinstance(step.operation, _TURNS)]
     for step in numbered[min(turns, default=0) : max(turns, default=0)]:
         if isinstance(step.operation, (ops.Crop, ops.ResizedCrop)):
             name = type(step.operation).__name__
@@ -141,11 +141,15 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
 def _narrows(steps: Sequence[PlacedOperation], place: int) -> int:
     """Whether a window hides the rest of the source: only if what follows interpolates or leaves the window."""
     before, operation, after = steps[:place], steps[place].operation, steps[place + 1 :]
-    if any(isinstance(step.operation, (ops.Rotate, ops.Affine)) for step in before):
+    if any(isinstance(step.operation, _TURNS) for step in before):
         return 0  # a turned window is no box
-    resamples = (ops.Resize, ops.ResizedCrop, ops.Rotate, ops.Affine)
-    later = any(isinstance(s.operation, resamples) or getattr(s.operation, "padding", 0) for s in after)
+    resamples = (ops.Resize, ops.ResizedCrop, *_TURNS)
+    later = any(isinstance(step.operation, resamples) or _padding(step) for step in after)
     return int(isinstance(operation, ops.ResizedCrop) or (isinstance(operation, ops.Crop) and later))
+
+
+def _padding(step: PlacedOperation) -> int:
+    return getattr(step.operation, "padding", 0)
 
 
 def _rows(step: PlacedOperation, column: int, drawn: tuple[Draw, ...] | BoxDraw) -> Iterator[tuple[float, ...]]:

@@ -266,7 +266,7 @@ def philox(index: Tensor, high: Tensor | int, key: Tensor | int) -> tuple[Tensor
 
 
 def uniform(word: Tensor) -> Tensor:
-    """A 32-bit word as a float64 in [0, 1): its upper 24 bits, so that float32 holds it exactly."""
+    """A 32-bit word as a float64 in [0, 1): its upper 24 bits, which float32 holds exactly."""
     return (word >> 8).to(torch.float64) / 2**24
 
 

@@ -61,15 +61,11 @@ class DatasetCheck:
             if list(now) == list(before) and all(map(operator.is_, now.values(), before.values())):
                 continue  # nearly always
             for name in {**before, **now}:
-                if not _same(before.get(name, _GONE), now.get(name, _GONE)):
+                was, is_now = before.get(name, _GONE), now.get(name, _GONE)
+                constant = type(was) is type(is_now) and type(was) in _CONSTANTS
+                if was is not is_now and not (constant and was == is_now):
                     return f"{type(part).__name__}, {name}"
         return None
-
-
-def _same(before: Any, now: Any) -> bool:
-    if before is now:
-        return True
-    return type(before) is type(now) and type(now) in _CONSTANTS and bool(before == now)
 
 
 def _state_of(part: Any) -> dict[Any, Any]:
