@@ -4,8 +4,9 @@
                    table of draws, geometry codes,               the drawn numbers, the inverse matrix, the source box
                    point operations and their columns
 
-The row is all that `apply` and the kernel need to know about a sample. It is computed in float64 and rounded once, from
-integers, so CPU and GPU agree on it. `apply` is what the kernel must do, and what runs where there is no GPU.
+The row is all that `apply` and the kernel need to know about a sample. It is computed in float64 and rounded
+once, from integers, so CPU and GPU agree on it. `apply` is what the kernel must do, and what runs where there
+is no GPU.
 """
 
 from __future__ import annotations
@@ -306,9 +307,9 @@ def _read_pixels(
 def _sample(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Tensor:
     """The source read once, its pixels weighed by a tent: 1 − |distance| / reach along each axis.
 
-    The reach is 1, which is bilinear interpolation; in a "tent" program it grows to the length of source that one
-    output pixel covers, which is torchvision's antialiasing. Pixels outside the box count as the fill where the
-    geometry can leave the picture, and not at all where it cannot.
+    The reach is 1, which is bilinear interpolation; in a "tent" program it grows to the length of source that
+    one output pixel covers, which is torchvision's antialiasing. Pixels outside the box count as the fill
+    where the geometry can leave the picture, and not at all where it cannot.
     """
     x, y = _places(program, rows)
     if program.sampling == "pixel":

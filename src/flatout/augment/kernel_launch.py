@@ -4,8 +4,8 @@
     pass_kernel   source ──► gather or load ──► point operations ──► store; on the way the sum of the gray values
     mask_kernel   the nearest pixel of any type
 
-A program is one pass; a contrast, which needs a mean first, and a blur end one that leaves its result in a buffer.
-Nothing here waits for the GPU or allocates on the host: it can be captured in a CUDA graph.
+A program is one pass; a contrast, which needs a mean first, and a blur end one that leaves its result in a
+buffer. Nothing here waits for the GPU or allocates on the host: it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What each operation does, to the letter; together with `batch_program` the specification of the kernels.
 
-Geometry is described by where in the source an output point comes from: x to the right, y down, in pixels, a pixel's
-centre at ½. What changes values is a formula in plain PyTorch, of a picture in float32 from 0 to 1, B×C×H×W. An
-operation that torchvision has too means what it means there, on floats, with its numbers drawn for every sample: words
-of Philox4x32-10, whose counter is (sample index, epoch, operation) and whose key is the seed.
+Geometry is described by where in the source an output point comes from: x to the right, y down, in pixels, a
+pixel's centre at ½. What changes values is a formula in plain PyTorch, of a picture in float32 from 0 to 1,
+B×C×H×W. An operation that torchvision has too means what it means there, on floats, with its numbers drawn
+for every sample: words of Philox4x32-10, whose counter is (sample index, epoch, operation) and whose key is
+the seed.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Operation:
         return ()
 
     def _between(self, field: str, low: float, high: float, *, around: float | None = None, neutral: float = 0) -> Draw:
-        """A number from the interval in a field. A lone number there stands for that much either side of `around`, or
-        for itself if that is None."""
+        """A number from the interval in a field. A lone number there stands for that much either side of
+        `around`, or for itself if that is None."""
         value = getattr(self, field)
         return between(field, f"{type(self).__name__}.{field}", value, low, high, around=around, neutral=neutral)
 

@@ -6,10 +6,10 @@
 
 `loader` is the public face, and says when PyTorch's own iterator has to do; `iterator` stands where PyTorch's
 would; `scheduler` hands out the batches of a pass. `worker_pool` knows the workers and sees to their deaths;
-`fork_server` starts them, `channel` is how they are talked to, `worker` what they do. `packing` and `slots` are
-how a batch travels. `controller` says how many workers; `randomness` makes a batch's random numbers its own;
-`dataset_check` sees a loop that writes to its dataset; `device` takes batches to the GPU; `deferred` leaves
-transforms to it.
+`fork_server` starts them, `channel` is how they are talked to, `worker` what they do. `packing` and `slots`
+are how a batch travels. `controller` says how many workers; `randomness` makes a batch's random numbers its
+own; `dataset_check` sees a loop that writes to its dataset; `device` takes batches to the GPU; `deferred`
+leaves transforms to it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     training process ──► worker   its board, then Tasks                            (end of the socket: go)
     worker ──► training process   for every Task, in order, Done or an exception   (end of the socket: it died)
 
-A worker's board is memory that both share: the row that it is at, and its process id. `SOCK_SEQPACKET` keeps messages
-whole: a process killed while it sends leaves all of one or nothing, and no lock. Long ones travel in a memory file.
+A worker's board is memory that both share: the row that it is at, and its process id. `SOCK_SEQPACKET` keeps
+messages whole: a process killed while it sends leaves all of one or nothing, and no lock. Long ones travel in
+a memory file.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     the loop never waits              ──► fewer workers, down to the fewest that keep up
     a pass takes less time to make than its workers took to start ──► none in the next pass
 
-Every step is compared with the pace before it, and taken back as far as it brought nothing. `Controller` has no clock;
-`Tuning` measures the windows of one loader, and knows of the other loaders that share its cores.
+Every step is compared with the pace before it, and taken back as far as it brought nothing. `Controller` has
+no clock; `Tuning` measures the windows of one loader, and knows of the other loaders that share its cores.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Does a loop write to the dataset that it reads, or do samples fill it?
 
-With `num_workers=0` PyTorch loads each batch with the dataset as it is then: a size that the loop sets every ten
-batches, a cache that samples fill. Workers have a copy. So where a loader has none of its own, the dataset, its
-`collate_fn` and what they wrap are looked at between the batches of the first pass: attributes, what containers, arrays
-and tensors hold (of large ones a part), numbers and texts in global variables that their methods name.
+With `num_workers=0` PyTorch loads each batch with the dataset as it is then: a size that the loop sets every
+ten batches, a cache that samples fill. Workers have a copy. So where a loader has none of its own, the
+dataset, its `collate_fn` and what they wrap are looked at between the batches of the first pass: attributes,
+what containers, arrays and tensors hold (of large ones a part), numbers and texts in global variables that
+their methods name.
 """
 
 from __future__ import annotations

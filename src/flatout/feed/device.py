@@ -3,8 +3,8 @@
     host batch (page-locked slot) ──copy, convert──► device batch ──event──► your stream waits for it, you compute
              side stream, some batches ahead                    the slot is free when the copy is over
 
-Memory made on the side stream is marked as used on yours (`record_stream`), so the caching allocator hands it out
-again only when your work with it is over.
+Memory made on the side stream is marked as used on yours (`record_stream`), so the caching allocator hands it
+out again only when your work with it is over.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     training process ──fork──► fork server (one thread, no CUDA) ──fork──► worker, worker, …   start method fork
     training process ──the context's own Process──► worker                                     spawn, forkserver
 
-The fork server is forked at the beginning of a pass, in the training thread: it has the dataset as it is then. It ends
-with the training process (it watches its pidfd), and its workers end with it (`PR_SET_PDEATHSIG`): nothing survives
-a SIGKILL of any of them.
+The fork server is forked at the beginning of a pass, in the training thread: it has the dataset as it is
+then. It ends with the training process (it watches its pidfd), and its workers end with it
+(`PR_SET_PDEATHSIG`): nothing survives a SIGKILL of any of them.
 """
 
 from __future__ import annotations
@@ -230,8 +230,9 @@ def _work(recipe: Recipe, end: socket.socket) -> None:
 
 
 def _leave_process_group() -> None:
-    """A Jupyter kernel that shuts down ends the children in its process group and waits for them, zombies too, until
-    it is killed itself. A signal to the group reaches the training process, and us through its end."""
+    """A Jupyter kernel that shuts down ends the children in its process group and waits for them, zombies
+    too, until it is killed itself. A signal to the group reaches the training process, and us through its
+    end."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # samples may still print to the terminal
 
@@ -278,7 +279,8 @@ def limit_threads(number: int = 1) -> None:
 def _thread_switches(modules: int) -> list[Any]:
     """The functions of loaded libraries that set their number of threads; looked for again when `modules` are more.
 
-    The training process looks for them before it forks: that takes 5 ms, which the workers of each pass then need not.
+    The training process looks for them before it forks: that takes 5 ms, which the workers of each pass then
+    need not.
     """
     switches = []
     maps = Path("/proc/self/maps").read_text()

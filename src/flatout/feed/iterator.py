@@ -1,7 +1,8 @@
 """The iterator a training loop sees: PyTorch's, as far as the loop and the main process's random stream can tell.
 
-It draws what PyTorch draws when it is created (the sampler's iterator, the base seed), asks the sampler for indices no
-earlier than PyTorch would wherever that could be noticed, and leaves the rest to the loader's `BatchScheduler`.
+It draws what PyTorch draws when it is created (the sampler's iterator, the base seed), asks the sampler for
+indices no earlier than PyTorch would wherever that could be noticed, and leaves the rest to the loader's
+`BatchScheduler`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class PassPosition:
 class FeedIterator(_BaseDataLoaderIter):
     """One pass (with persistent workers: pass after pass) over a loader's batches.
 
-    Where the loader has no workers itself, the rest of the pass is made in this process as soon as the loop turns out
-    to write to the dataset, samples to fill it, or one to raise. `give_back` gets the reason of the first two.
+    Where the loader has no workers itself, the rest of the pass is made in this process as soon as the loop
+    turns out to write to the dataset, samples to fill it, or one to raise. `give_back` gets the reason of the
+    first two.
     """
 
     def __init__(

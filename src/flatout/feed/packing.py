@@ -2,8 +2,8 @@
 
     samples ─ collate ─► arena (a slot's memory) ─ pack ─► skeleton + spans ─► unpack ─► the batch, over the same bytes
 
-Where collation ends in torch's own, samples are stacked straight into the arena; what a custom `collate_fn` made
-elsewhere is copied there once. What does not fit goes into a memory file of its own.
+Where collation ends in torch's own, samples are stacked straight into the arena; what a custom `collate_fn`
+made elsewhere is copied there once. What does not fit goes into a memory file of its own.
 """
 
 from __future__ import annotations

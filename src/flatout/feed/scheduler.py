@@ -1,7 +1,8 @@
 """One loader's batches: hands tasks to workers, takes in results, redoes what died, and keeps the order.
 
-It is driven by the training loop alone: there is no thread. With each batch that is handed over, workers get enough
-to do while the training process is away. Where they are of no use, each batch is made here when the loop asks for it.
+It is driven by the training loop alone: there is no thread. With each batch that is handed over, workers get
+enough to do while the training process is away. Where they are of no use, each batch is made here when the
+loop asks for it.
 """
 
 from __future__ import annotations
@@ -257,8 +258,8 @@ class BatchScheduler:
         return True
 
     def leave_workers(self, *handed_out: Batch) -> None:
-        """Make the rest of this pass in this process, as PyTorch does with num_workers=0: all that the loop has not got
-        yet, and first of all `handed_out`, if that is taken back."""
+        """Make the rest of this pass in this process, as PyTorch does with num_workers=0: all that the loop
+        has not got yet, and first of all `handed_out`, if that is taken back."""
         batches = [*handed_out, *self._table]
         for batch in batches:
             batch.drop()
@@ -406,8 +407,8 @@ class BatchScheduler:
 
 
 def _may_do_without(loader: DataLoader[Any]) -> bool:
-    """Whether batches may be made in the training process: the script has asked for no number of workers, they have
-    the dataset as it is, and can be forked."""
+    """Whether batches may be made in the training process: the script has asked for no number of workers,
+    they have the dataset as it is, and can be forked."""
     if loader.num_workers and not isinstance(loader.num_workers, Auto):
         return False
     context = loader.multiprocessing_context or multiprocessing

@@ -2,9 +2,10 @@
 
     free ──take──► being written ──lease──► the user's batch ──dropped──► copy still running? ──► free
 
-A slot is used again when nothing lies over it any more (the lease, an object under all the batch's tensors, was
-collected), no worker may still write to it, and the work that was queued on the GPU by then is over, in every stream.
-Memory is page-locked with its first batch: to lock pages that nobody has touched stopped training for seconds.
+A slot is used again when nothing lies over it any more (the lease, an object under all the batch's tensors,
+was collected), no worker may still write to it, and the work that was queued on the GPU by then is over, in
+every stream. Memory is page-locked with its first batch: to lock pages that nobody has touched stopped
+training for seconds.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def _picklable(error: ExceptionWrapper) -> ExceptionWrapper:
 class SeededDataset:
     """The rows of a map-style dataset as torch's fetcher sees them, in a worker or in the training process.
 
-    All the rest of fetching is PyTorch's (and what measures it there still does): this seeds the random generators
-    before each batch, notes on the board which row is being loaded, and leaves bad ones out.
+    All the rest of fetching is PyTorch's (and what measures it there still does): this seeds the random
+    generators before each batch, notes on the board which row is being loaded, and leaves bad ones out.
     """
 
     def __init__(self, recipe: Recipe, board: memoryview | list[int]) -> None:

@@ -1,6 +1,7 @@
 """The workers as the training process sees them: which there are, what each has to do, which has just died, and why.
 
-A worker's death is the end of its channel. It was at the first of its tasks then, and its board says at which row.
+A worker's death is the end of its channel. It was at the first of its tasks then, and its board says at which
+row.
 """
 
 from __future__ import annotations

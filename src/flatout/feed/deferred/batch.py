@@ -1,8 +1,9 @@
 """A batch whose transforms are still to be computed: to the loop a host tensor, on its way to a GPU the result.
 
-Recorded transforms are data, a `TransformProgram`: operations that run for a whole batch at once, on any device. They
-are the same for all samples of a batch; what differs from sample to sample (an angle, a brightness) is a row of
-numbers. Where one sample's picture was rotated and another's was not, both are warped: by nothing, for one.
+Recorded transforms are data, a `TransformProgram`: operations that run for a whole batch at once, on any
+device. They are the same for all samples of a batch; what differs from sample to sample (an angle, a
+brightness) is a row of numbers. Where one sample's picture was rotated and another's was not, both are
+warped: by nothing, for one.
 """
 
 from __future__ import annotations

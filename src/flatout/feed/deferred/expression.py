@@ -1,8 +1,8 @@
 """What is recorded of a lazy array or tensor: how the GPU would compute it, and how it is computed here.
 
-An `Expression` never changes: it computes an array or a tensor by the very calls that were recorded, each time new. As
-in numpy and torch, several lazy objects may be views of the same memory, and one may be written to: then the sample is
-made again without recording, and no such write has to be followed.
+An `Expression` never changes: it computes an array or a tensor by the very calls that were recorded, each
+time new. As in numpy and torch, several lazy objects may be views of the same memory, and one may be written
+to: then the sample is made again without recording, and no such write has to be followed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A dataset's samples with their transforms only recorded, and the checks that this changes nothing.
 
-A worker makes its first samples, and later one now and then, both ways from the same random numbers, and compares.
-After the first difference nothing is recorded any more in that worker. A sample that raises, or that writes to memory
-which a lazy object looks at too, is made again without recording.
+A worker makes its first samples, and later one now and then, both ways from the same random numbers, and
+compares. After the first difference nothing is recorded any more in that worker. A sample that raises, or
+that writes to memory which a lazy object looks at too, is made again without recording.
 """
 
 from __future__ import annotations
