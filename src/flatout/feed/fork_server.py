@@ -102,6 +102,9 @@ class ForkServer(Starter):
             )
             try:
                 process.start()
+            except BaseException:
+                self.hang_up()
+                raise
             finally:
                 far.close()
         self._processes = {0: process}
