@@ -197,7 +197,7 @@ class Run:
         epoch_s = steps * self.step_s
         if self.speed is None or self.speed.steps >= steps or epoch_s >= SHORT_EPOCH_S:
             return ""
-        return f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures"
+        return f"an epoch takes {epoch_s:.0f} s now, and its start may cost more than these figures show"
 
     @property
     def start_s(self) -> float:

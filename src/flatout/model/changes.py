@@ -139,8 +139,8 @@ CHANGES = (
         safety_note=_UNLESS_RANDOM,
         family="data path",
         moment="pass begins",
-        code="flatout.DataLoader(...) in place of this one, after import flatout; "
-        'num_workers="auto" (as it is for a stream, or with a worker_init_fn)',
+        code='import flatout, and flatout.DataLoader(..., num_workers="auto") here; '
+        "a stream, or a loader with a worker_init_fn, keeps its num_workers",
         code_for={"transformers": _TRAINER_LOADER},
     ),
     _loader_argument(

@@ -57,7 +57,7 @@ def test_the_terminal_shows_what_was_kept_its_proof_and_the_next_command(starved
     assert "elastic loader + device_prefetch: 4." in text
     assert "together with" not in text
     assert "reseeded: 60 batches: the same samples in the same order" in text
-    assert "to make it permanent: flatout.DataLoader(...) in place of this one" in text
+    assert "to make it permanent: import flatout, and flatout.DataLoader(" in text
     assert text.rstrip().endswith("Train with it:  flatout run --plan flatout-plan.yaml -- python train.py")
 
 
@@ -185,7 +185,7 @@ def test_a_fix_fits_the_width_of_the_terminal(starved: FixSummary) -> None:
 
 def test_the_page_has_both_steps_every_run_and_the_edits(starved: FixSummary) -> None:
     text = page(starved)
-    for words in ("Where a step&#x27;s time went, and where it goes", "Runs", "flatout.DataLoader(...)"):
+    for words in ("Where a step&#x27;s time went, and where it goes", "Runs", "flatout.DataLoader(..., num_workers"):
         assert words in text
     assert "Nothing to change" in page(fixed(World()))
 
@@ -195,7 +195,7 @@ def test_the_json_names_what_was_tried(starved: FixSummary) -> None:
     assert data["schema"] == 1
     assert data["gain"]["low"] > 1
     assert [entry["name"] for entry in data["kept"]] == ["loader", "device_prefetch"]
-    assert data["kept"][0]["permanently"].startswith("flatout.DataLoader(...)")
+    assert data["kept"][0]["permanently"].startswith("import flatout, and flatout.DataLoader(...")
     assert data["trials"][0]["what"] == "the command as it is"
 
 
