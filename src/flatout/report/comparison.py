@@ -278,7 +278,6 @@ def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[st
 
 
 def _size(run: RecordedRun) -> float | None:
-    """Samples in a step of all ranks."""
     b = run.breakdown
     return b.samples / b.steps * run.ranks if b.samples and b.steps else None
 
@@ -290,7 +289,6 @@ def _training_set(run: RecordedRun) -> str:
 
 
 def _figures(run: RecordedRun, speeds: Speeds | None) -> dict[str, str]:
-    """What stands in the table of figures, by name."""
     b = run.breakdown
     median_ms, speed = b.step_ms.quantile(0.5) or 0.0, (b.samples_per_s or 0.0) * run.ranks
     if speeds is not None:
@@ -306,7 +304,6 @@ def _figures(run: RecordedRun, speeds: Speeds | None) -> dict[str, str]:
 
 
 def _to_json(run: RecordedRun) -> dict[str, Any]:
-    """One of the two, as documented."""
     b = run.breakdown
     return {
         "trace": run.folder,

@@ -126,13 +126,11 @@ def _item(item: Item) -> Html:
 
 
 def _copyable(text: str) -> Html:
-    """A line to copy."""
     button = tag("button", "Copy", type="button", data_copy=text)
     return tag("div", tag("pre", tag("code", text)), button, class_="copyable")
 
 
 def _code(frame: CodeFrame) -> Html:
-    """Lines of source with their shares."""
     rows = []
     for number, source, called, share in frame.lines:
         beside = called and tag("span", f"  → {called}", class_="quiet")

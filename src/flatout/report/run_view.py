@@ -11,7 +11,7 @@ from flatout.diagnose.rank_metrics import MIN_CEILING
 from flatout.model.causes import Finding
 from flatout.model.formatting import GPU_READINGS, amount, count_of, duration, in_full, ms, ms_a_step, shown_in
 from flatout.model.stats import FEW_STEPS, LONG_S
-from flatout.report.account import PhaseLines, RankFigures, RecordedRun, mean_or_peak
+from flatout.report.account import RankFigures, RecordedRun, mean_or_peak
 from flatout.report.charts import over_time, timelines
 from flatout.report.views import (
     CodeFrame,
@@ -60,7 +60,8 @@ def run_view(run: RecordedRun, *, brief: bool) -> ReportView:
     ]
     for phase in run.lines:
         title = f"{phase.title}: {phase.share:.0%} of training's time"
-        sections.append(ReportSection(f"lines-{phase.phase}", title, _lines(phase)))
+        hot = [function for function in phase.functions if function.share >= MIN_FUNCTION]
+        sections.append(ReportSection(f"lines-{phase.phase}", title, list(map(_frame, hot[:MAX_FUNCTIONS]))))
     if not brief:
         sections.append(ReportSection("steps", "Two steps in detail", timelines(run.first)))
         sections.append(ReportSection("run", "Over the run", over_time(run)))
@@ -126,7 +127,6 @@ def _long_setup(run: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _cost_figures(run: RecordedRun) -> list[tuple[str, str, str]]:
-    """Tokens, energy and money, where they are known."""
     costs, rows, tokens = run.costs, [], run.metrics[0].loader.tokens
     if costs["tokens_per_s"] is not None and tokens is not None:
         remark = f"{tokens.padding:.0%} of them padding" if tokens.padding is not None else ""
@@ -234,7 +234,6 @@ def time_spent(run: RecordedRun, *, brief: bool = False) -> list[Part]:
 
 
 def _whole_run(b: Breakdown) -> Table:
-    """The wall time: training, and what is not training."""
     training = {(part.name, part.where): part.ms for part in b.training}
     parts = [("training", b.training_ms, "compute")]
     for part in b.parts:
@@ -247,12 +246,6 @@ def _whole_run(b: Breakdown) -> Table:
     for name, length_ms, family in sorted(parts, key=lambda one: -one[1]):
         rows.append(((name, duration(length_ms)), TableBar(length_ms / (b.wall_ms or 1.0), family)))
     return _share_table(("the whole run", "share", "time"), rows, lambda share: duration(share * b.wall_ms))
-
-
-def _lines(phase: PhaseLines) -> list[Part]:
-    """The code that took the time of a phase."""
-    functions = [function for function in phase.functions if function.share >= MIN_FUNCTION]
-    return [_frame(function) for function in functions[:MAX_FUNCTIONS]]
 
 
 def _frame(function: HotFunction) -> CodeFrame:
@@ -272,7 +265,6 @@ def _frame(function: HotFunction) -> CodeFrame:
 
 
 def _slow_samples(run: RecordedRun) -> list[Part]:
-    """The slowest samples of each dataset, to look them up."""
     parts: list[Part] = []
     for workers in run.workers:
         median = workers.work.sample_ms.quantile(0.5) or 0.0

@@ -79,7 +79,6 @@ def _show_section(title: str, parts: Sequence[Part], console: Console) -> None:
 
 
 def _print_code(frame: CodeFrame, console: Console) -> None:
-    """Print lines of source with their shares, as they stand in the file."""
     _print(console, Text(f"  {frame.title}", style="bold"))
     room = min(WIDTH, console.width) - 17
     for number, source, called, share in frame.lines:

@@ -261,7 +261,6 @@ def permanently(attempt: Attempt, framework: str | None = None) -> str:
 
 
 def _by_knob(knob: str, value: Any) -> str:
-    """A value as it is given to a flag, or written in a file."""
     if knob.startswith("-"):
         return knob if value is True else f"{knob} {value}"
     file, _, key = knob.rpartition(":")
