@@ -38,7 +38,8 @@ FROM_THE_REST = ", with what it takes from the rest of the step"
 _NO_WAIT = (*COMPUTING, "copy", "held", "flatout")  # phases that keep no GPU waiting
 _MOST_OF_USEFUL = 0.95  # that one finding may call wasteful
 _LEAST = 0.005  # of the time: less is part of the remainder
-# The pools a finding takes from, by how its code begins; those of no entry take from the useful time.
+# The pools a finding takes from, by how its code begins; those of no entry take from the useful time. What may take
+# useful time is wasteful, but for drift.
 _POOLS = {
     "data.worker-start": ("loader start", "data"),
     "data.": ("data",),
@@ -53,7 +54,6 @@ _POOLS = {
 }
 _TAKES_ITS_SHARE = ("drift.", "data.worker-start", "sync.", "copy.")  # in this order; the others take all there is
 _FREES_CORES = ("data.cpu-bound", "data.collate-bound", "data.slow-samples")  # to cure them, workers work less
-_WASTEFUL = ("compute.", "memory.", "copy.", "dist.", "hardware.", "config.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def by_cause(metrics: RankMetrics, findings: Sequence[Finding]) -> CauseAccount:
         if share < _LEAST:
             pools[USEFUL] += share
             continue
-        kind: Kind = "wasteful" if finding.code.startswith(_WASTEFUL) and not _lacks_cores(finding) else "idle"
+        kind: Kind = "wasteful" if _is_wasteful(finding) else "idle"
         charges.append(Charge(kind=kind, name=finding.title, share=share, code=finding.code, where=finding.where))
     left = pools.pop(USEFUL)
     charges += [Charge(kind="idle", name=phase, share=share) for phase, share in pools.items() if share >= _LEAST]
@@ -186,6 +186,14 @@ def _lacks_cores(finding: Finding) -> bool:
     return finding.code == "hardware.shared" and "without_a_core" in finding.evidence
 
 
+def _is_wasteful(finding: Finding) -> bool:
+    return USEFUL in _pools_of(_cause(finding)) and finding.code != "drift.slower" and not _lacks_cores(finding)
+
+
+def _pools_of(cause: str) -> tuple[str, ...]:
+    return next((names for begin, names in _POOLS.items() if cause.startswith(begin)), (USEFUL,))
+
+
 def _cause(finding: Finding) -> str:
     """What a finding is about: a setting without effect stands for the cause that it would have cured."""
     return str(finding.evidence.get("cause", finding.code)) if finding.code == "config.ignored" else finding.code
@@ -196,7 +204,7 @@ def _taken_by(finding: Finding, metrics: RankMetrics, pools: _Pools, useful: flo
     if _lacks_cores(finding):
         return _taken_by_others(finding, metrics, pools)
     cause, share, most = _cause(finding), 0.0, math.inf
-    names = next((names for begin, names in _POOLS.items() if cause.startswith(begin)), (USEFUL,))
+    names = _pools_of(cause)
     if cause == "drift.slower":
         names = (finding.evidence["grows_most"].replace(UNSPLIT, REST), USEFUL)
     elif names[0] in metrics.beside_pauses:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recorded import RECORDINGS, unpacked
 
-from flatout.diagnose.by_cause import BESIDE, CauseAccount
+from flatout.diagnose.by_cause import BESIDE, CauseAccount, by_cause
 from flatout.diagnose.rank_metrics import metrics_of
 from flatout.diagnose.rules import diagnosis
 from flatout.model.causes import Finding
@@ -153,6 +153,15 @@ def test_on_a_gpu_only_its_idle_time_is_charged_and_its_wasteful_work_is_told_ap
     assert charged["data.main-thread"] == pytest.approx(0.5, abs=0.02)
     assert 0 < charged["compute.precision"] < 0.5
     assert charged["useful work"] + charged["compute.precision"] == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(("cause", "kind"), [("data.main-thread", "idle"), ("compute.precision", "wasteful")])
+def test_a_setting_in_vain_is_what_its_cause_is(cause: str, kind: str) -> None:
+    [metrics] = metrics_of(trace(("data", 20.0, 20.0, None), *HEALTHY[1:]))
+    told = {"title": "in vain", "share": 0.4, "gain_high": 1.5, "derived": "", "confidence": 0.9}
+    ignored = Finding(code="config.ignored", evidence={"cause": cause}, **told)
+    for finding in (ignored, Finding(code=cause, **told)):
+        assert share_of_kind(by_cause(metrics, [finding]), kind) > 0.1
 
 
 def test_the_verdict_is_the_largest_share() -> None:
