@@ -87,10 +87,10 @@ HARMFUL_THROTTLES = frozenset(
 Place = Literal[
     "over time",  # `top` follows it, and gives its mean and quantiles in the JSON summary
     "summary",  # a row in the summary that `top` prints
-    "gauge",  # a bar in the live view
+    "gauge",  # a bar in the live view, of a GPU
     "csv",
     "run",  # `hardware` in the JSON of a run
-    "report",  # the table of GPUs in the report of a run
+    "report",  # the table of GPUs in the report of a run; what it says of the machine is in report/run_view.py
 ]
 
 
@@ -165,7 +165,7 @@ GPU_READINGS = (
 )  # fmt: skip
 
 HOST_READINGS = (
-    Reading("cpu_pct", "CPU", "%", _OVER_TIME | {"summary"}),
+    Reading("cpu_pct", "CPU", "%", _OVER_TIME | {"summary", "run"}),
     Reading("iowait_pct", "iowait", "%", _OVER_TIME | {"summary"}),
     Reading("run_queue", "run queue", "", _OVER_TIME),
     Reading("switches_s", "context switches a second", "", _JSON),

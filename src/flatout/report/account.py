@@ -30,6 +30,7 @@ from flatout.model.causes import Finding
 from flatout.model.errors import TraceError
 from flatout.model.formatting import (
     GPU_READINGS,
+    HOST_READINGS,
     Reading,
     as_typed,
     count_of,
@@ -41,7 +42,7 @@ from flatout.model.formatting import (
 from flatout.model.gpus import peak
 from flatout.model.records import SPANS_A_STEP, Facts, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
-from flatout.trace import GpuSample, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport, Xray
+from flatout.trace import GpuSample, HostSample, RankTrace, RunInfo, Sketch, Summary, Trace, Window, WorkerReport, Xray
 from flatout.trace.downsample import window_of
 from flatout.trace.reader import from_json
 
@@ -297,7 +298,8 @@ class RecordedRun:
     def hardware(self) -> dict[str, float]:
         """Means over the run, of the rank's GPU and of the host; of memory the highest."""
         samples = self.trace.samples.get(self.first.info.host, ())
-        figures = {"cpu_pct": Sketch.of(sample.host.cpu_pct for sample in samples).mean}
+        hosts = [sample.host for sample in samples]
+        figures = {reading.name: mean_or_peak(reading, hosts) for reading in shown_in("run", HOST_READINGS)}
         for reading in shown_in("run", GPU_READINGS):
             figures[reading.name] = mean_or_peak(reading, _gpu_samples(self.metrics[0]))
         return {name: value for name, value in figures.items() if value is not None}
@@ -407,9 +409,9 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
     return data
 
 
-def mean_or_peak(reading: Reading, seen: Sequence[GpuSample]) -> float | None:
+def mean_or_peak(reading: Reading, seen: Sequence[GpuSample | HostSample]) -> float | None:
     """What counts of a reading over a run; None where it was never measured."""
-    values = Sketch.of(getattr(gpu, reading.name) for gpu in seen)
+    values = Sketch.of(getattr(one, reading.name) for one in seen)
     return values.high if reading.peak and values.count else values.mean
 
 
