@@ -73,6 +73,7 @@ def test_a_definition_is_complete(spec: ChangeSpec) -> None:
         framework, _, value = key.rpartition(":")
         assert framework in ("", *BUILD_LOADERS)
         assert spec.takes.fit(value) or value in BUILD_LOADERS
+    assert all(map(spec.takes.fit, spec.behind_imports))
     if spec.settings:
         re.compile(spec.settings)
 
@@ -82,7 +83,15 @@ def test_a_live_change_has_on_and_off() -> None:
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     bodies = [set(map(ast.unparse, node.body)) for node in nodes if isinstance(node, ast.ClassDef)]
     switchable = {spec.name for spec in CHANGES if any(f"name = '{spec.name}'" in body for body in bodies)}
-    assert {spec.name for spec in CHANGES if spec.live} == switchable
+    live = {spec.name for spec in CHANGES if spec.live}
+    assert not live - switchable, "there is no LiveChange of this name in inside/changes"
+    assert not switchable - live, "its ChangeSpec does not say live=True"
+
+
+def test_what_a_change_cannot_do_is_in_the_guide() -> None:
+    headings = re.findall(r"^### (.+)$", (ROOT / "docs/CHANGES.md").read_text(), re.MULTILINE)
+    there = {name for heading in headings for name in heading.split(", ")}
+    assert not set(changes.TO_MAKE) - there, 'without an entry under "What each cannot do" in docs/CHANGES.md'
 
 
 def test_a_change_has_one_definition() -> None:

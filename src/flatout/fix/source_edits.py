@@ -87,7 +87,7 @@ class _Editor:
         spec, framework = BY_NAME[change.name], self._facts.training_loader.framework or ""
         if spec.as_code(change.value, framework) != spec.as_code(change.value):
             return False  # a framework makes the call
-        if spec.name == "cudnn_benchmark" or change.value == "tf32":
+        if change.value in spec.behind_imports:
             script = self._python(self._script)
             return script is not None and _put([(script, script.set_switches(spec.as_code(change.value)))])
         places = [place.rpartition(":") for place in (attempt.where, *attempt.also)]

@@ -59,6 +59,7 @@ class ChangeSpec:
     live: bool = False  # can be switched on and off between two steps
     code: str  # how a person writes it
     code_for: Mapping[str, str] = field(default_factory=dict)  # for a value, a framework, or framework:value
+    behind_imports: tuple[Any, ...] = ()  # values whose `code` is a line for the whole script, behind its imports
     argument: str = ""  # what to add to the call that the change was made at
     settings: str = ""  # a pattern of what people call it in flags and config files
     is_off: Callable[[Facts], bool] | None = None  # whether a trace shows that it is not in force …
@@ -234,6 +235,7 @@ CHANGES = (
             "lightning:bf16": 'Trainer(..., precision="bf16-mixed")',
             "lightning:fp16": 'Trainer(..., precision="16-mixed")',
         },
+        behind_imports=("tf32",),
         settings=r"(use_?)?(amp|bf16|mixed_?precision|autocast)(_?dtype)?",
         is_off=_no_autocast,
         off="every forward pass ran in fp32 without autocast",
@@ -258,6 +260,7 @@ CHANGES = (
         moment="model call",
         live=True,
         code="torch.backends.cudnn.benchmark = True",
+        behind_imports=(True,),
         settings=r"(cudnn[_.]?)?benchmark(_?cudnn)?",
         is_off=lambda facts: facts.on_gpu and facts.cudnn_benchmark is False,
         off="cuDNN's benchmark mode is off",

@@ -16,7 +16,9 @@ from flatout.model.guide import GUIDE
 def test_every_cause_has_an_entry_in_the_guide() -> None:
     text = GUIDE.read_text()
     entries = re.findall(r"^### (\S+)\n([^#]+)", text, re.MULTILINE)
-    assert [code for code, _ in entries] == list(CODES)
+    there = [code for code, _ in entries]
+    assert not set(CODES) - set(there), "without an entry in docs/TROUBLESHOOTING.md"
+    assert there == list(CODES), "the entries come in the order of model/causes.py"
     assert all(len(said) > 80 for _, said in entries)
 
 
@@ -28,7 +30,8 @@ def test_every_change_that_a_finding_can_name_is_offered_by_fix_or_is_advice_onl
     words = ast.walk(ast.parse(inspect.getsource(offers)))
     offered = {word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)}
     named = {change for cause in CAUSES for change in cause.changes}
-    assert named <= offered | set(offers.PAUSES) | {spec.name for spec in CHANGES if spec.advice_only}
+    missing = named - offered - set(offers.PAUSES) - {spec.name for spec in CHANGES if spec.advice_only}
+    assert not missing, "no function of fix/offers.py offers it"
 
 
 def test_a_cause_is_defined_once_and_in_words() -> None:
@@ -57,4 +60,4 @@ def test_every_rule_of_a_family_is_asked() -> None:
 
 def test_every_cause_is_said_by_some_rule() -> None:
     said = "".join(inspect.getsource(module) for module in (*FAMILIES, rules, knobs))
-    assert not [code for code in CODES if f'"{code}"' not in said]
+    assert not [code for code in CODES if f'"{code}"' not in said], "no rule in diagnose/ says it"
