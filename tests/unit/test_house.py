@@ -191,6 +191,20 @@ def test_the_tree_of_the_architecture_is_the_tree() -> None:
         assert not outside, f"ARCHITECTURE.md names {outside} in {room}/"
 
 
+def test_the_recipes_name_files_and_names_that_are_there() -> None:
+    """GIVEN `_limits` of `trace/reader.py` in CONTRIBUTING.md THEN there is such a file, and such a name in it."""
+    recipes = (ROOT / "CONTRIBUTING.md").read_text().partition("## Recipes")[2].partition("\n## ")[0]
+    files = [path for folder in ("src", "docs", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    meant = {name: _called(name, files) for name in re.findall(r"`([\w/]+\.(?:py|md|json))`", recipes)}
+    assert not [name for name, there in meant.items() if not there], "no such file"
+    for name, file in re.findall(r"`(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`", recipes):
+        assert any(re.search(rf"\b{name}\b", path.read_text()) for path in meant[file]), f"no {name} in {file}"
+
+
+def _called(name: str, files: list[Path]) -> list[Path]:
+    return [path for path in files if f"/{path.as_posix()}".endswith(f"/{name}")]
+
+
 OLD_WORDS = {  # what flatout was first written in, and the word that a user would type into a search box
     r"(?<![-\w\"])[Cc]ards?\b": "GPU",
     r"\b[Ss]tock's|\bStock\b|\b(?:as|like|in|than|what|with|beside|against|and|from|the) stock\b": "PyTorch's loader",
