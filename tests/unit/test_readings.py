@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from flatout.model.formatting import GPU_READINGS, HOST_READINGS, Reading, amount, shown_in
-from flatout.model.records import GpuSample, HostSample
+from flatout.model.hardware_samples import GpuSample, HostSample
 from flatout.top.figures import host_readings
 from flatout.trace import Sample
 

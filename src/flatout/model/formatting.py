@@ -75,7 +75,7 @@ def duration(value_ms: float) -> str:
     return f"{minutes} min {rest} s"
 
 
-# Every hardware figure that is shown. To add one: a field in `records.GpuSample` or `records.HostSample`, the code in
+# Every hardware figure that is shown. To add one: a field of GpuSample or HostSample (hardware_samples), the code in
 # sample/ that measures it, and an entry here.
 
 MEMORY_FULL_PCT = 95.0  # of a GPU or of the host: near out of memory

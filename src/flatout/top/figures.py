@@ -14,7 +14,8 @@ from dataclasses import fields
 from typing import Any
 
 from flatout.model.formatting import GPU_READINGS, HOST_READINGS, Reading, shown_in
-from flatout.model.records import share_pct, to_json
+from flatout.model.hardware_samples import share_pct
+from flatout.model.records import to_json
 from flatout.trace import GpuSample, HostSample, ProcessSample, Sample, Sketch
 
 QUANTILES = (0.05, 0.5, 0.95)

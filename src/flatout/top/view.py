@@ -24,7 +24,7 @@ from textual.containers import Horizontal
 from textual.widgets import Footer, Static
 
 from flatout.model.formatting import GPU_READINGS, Reading, amount, count_of, duration, printable, shown_in
-from flatout.model.records import share_pct
+from flatout.model.hardware_samples import share_pct
 from flatout.top.figures import Figures, cpu_budget_pct, work_pct
 from flatout.top.sample_source import SampleSource, Stop
 from flatout.top.summary import STYLES, Verdict, percent, size, sum_up, tone

@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.model.records import (
     SCHEMA,
-    DiskSample,
     End,
     Facts,
     FactsRecord,
-    GpuProcess,
-    GpuSample,
-    HostSample,
     Note,
-    ProcessSample,
     RunInfo,
-    Sample,
     Span,
     Step,
     Summary,
@@ -32,6 +26,7 @@ from flatout.model.stats import Sketch
 from flatout.trace.writer import TraceWriter, note_end
 
 if TYPE_CHECKING:
+    from flatout.model.hardware_samples import DiskSample, GpuProcess, GpuSample, HostSample, ProcessSample, Sample
     from flatout.trace.reader import RankTrace, Trace, merge, read, read_summaries
 
 __all__ = [
@@ -68,6 +63,7 @@ def __getattr__(name: str) -> Any:
     """What reads traces is imported when it is asked for: a training process only writes one."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flatout.model import hardware_samples
     from flatout.trace import reader
 
-    return getattr(reader, name)
+    return getattr(hardware_samples if hasattr(hardware_samples, name) else reader, name)

@@ -13,10 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flatout.model.records import Sample, Span, Step, Window
+from flatout.model.records import Span, Step, Window
 from flatout.model.stats import Sketch
+
+if TYPE_CHECKING:
+    from flatout.model.hardware_samples import Sample
 
 T = TypeVar("T")
 

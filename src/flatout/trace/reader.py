@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, TypeVar, Union
 
 from flatout.model.errors import TraceError
 from flatout.model.formatting import count_of, printable
+from flatout.model.hardware_samples import Sample
 from flatout.model.records import (
-    KINDS,
     SCHEMA,
     AppliedChange,
     End,
@@ -38,7 +38,6 @@ from flatout.model.records import (
     ProcessGroup,
     Record,
     RunInfo,
-    Sample,
     SettingsRead,
     Stacks,
     Step,
@@ -46,10 +45,13 @@ from flatout.model.records import (
     Window,
     WorkerReport,
     Xray,
+    kind_of,
 )
 from flatout.model.stats import Sketch
 from flatout.trace.downsample import window_of
 
+_RECORDS = (RunInfo, Step, Window, Note, Sample, Summary, FactsRecord, Xray, WorkerReport, Stacks, ExactLines, End)
+KINDS: dict[str, type[Any]] = {kind_of(record): record for record in _RECORDS}
 R = TypeVar("R", bound=RunInfo | Summary)
 T = TypeVar("T")
 MOST_IN_MEMORY = 400_000_000  # bytes, about: enough for some hundred million steps

@@ -16,13 +16,17 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from flatout.files import make_recording_folder, open_clear, write_whole
 from flatout.model.errors import UsageError
-from flatout.model.records import End, Note, Record, RunInfo, Sample, Step, Summary, Window, encode
+from flatout.model.records import End, Note, Record, RunInfo, Step, Summary, Window, encode, kind_of
 from flatout.model.stats import Sketch
 from flatout.redact import redact_command, redact_text
 from flatout.trace.downsample import LightSteps, SampleDownsampler, StepDownsampler, name_within
+
+if TYPE_CHECKING:
+    from flatout.model.hardware_samples import Sample
 
 MAX_BYTES = 64_000_000
 MAX_PENDING = 20_000
@@ -119,8 +123,8 @@ class TraceWriter:
             if isinstance(record, Step | LightSteps):
                 for one in self._steps.push(record):
                     self._steps.wrote(one, self._put(one))
-            elif isinstance(record, Sample):
-                for sample in self._samples.push(record):
+            elif kind_of(type(record)) == "sample":
+                for sample in self._samples.push(cast("Sample", record)):
                     self._samples.wrote(self._put(sample))
             else:
                 self._put(record)

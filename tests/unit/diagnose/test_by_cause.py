@@ -16,7 +16,8 @@ from flatout.diagnose.by_cause import BESIDE, CauseAccount, by_cause
 from flatout.diagnose.rank_metrics import metrics_of
 from flatout.diagnose.rules import diagnosis
 from flatout.model.causes import Finding
-from flatout.model.records import Frame, ProcessSample, Stacks, StackTime
+from flatout.model.hardware_samples import ProcessSample
+from flatout.model.records import Frame, Stacks, StackTime
 from flatout.trace import Trace
 
 NO_GPU = {"facts": {"gpu": None}, "xray": None}

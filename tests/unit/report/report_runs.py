@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from flatout.model.causes import Finding
-from flatout.model.records import DiskSample, Frame, Stacks, StackTime
+from flatout.model.hardware_samples import DiskSample
+from flatout.model.records import Frame, Stacks, StackTime
 from flatout.model.stats import Sketch
 from flatout.report import run_of
 from flatout.report.account import RecordedRun

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.model.records import KINDS, AppliedChange, LoaderFacts, SettingsRead, encode, to_json
+from flatout.model.records import AppliedChange, LoaderFacts, SettingsRead, encode, to_json
 from flatout.trace import (
     Facts,
     FactsRecord,
@@ -29,7 +29,7 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
-from flatout.trace.reader import from_json
+from flatout.trace.reader import KINDS, from_json
 
 
 def rounded(low: float, high: float) -> st.SearchStrategy[float]:
