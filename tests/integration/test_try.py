@@ -30,7 +30,7 @@ TRAIN = """
     head, aux = nn.Linear(8, 4), nn.Linear(8, 1)
     weights = [*model.parameters(), *head.parameters(), *aux.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=1e-3, weight_decay=0.1)
-    pause_s = float(os.environ.get("PAUSE_S", "0.01"))
+    pause_s = float(os.environ.get("PAUSE_S", "0.04"))
     for epoch in range(100):
         model.train()
         for photos, labels in DataLoader(Photos(240, 0), batch_size=8, shuffle=True):

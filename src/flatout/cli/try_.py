@@ -47,7 +47,7 @@ def try_(
     from flatout.report import TrySummary
     from flatout.report.terminal import FixProgress
 
-    command, older = command_of(context), shlex.split(against or "")
+    command, older = command_of(context), _words_of(against or "")
     if not command:
         raise UsageError("no command given: flatout try --patch FILE -- python train.py …")
     if sum(map(bool, (patch, with_, older, env))) != 1:
@@ -76,3 +76,10 @@ def try_(
         raise typer.Exit(INTERRUPTED)
     if not result.passed:
         raise typer.Exit(1)
+
+
+def _words_of(against: str) -> list[str]:
+    try:
+        return shlex.split(against)
+    except ValueError as problem:
+        raise UsageError(f"--against {against}: {problem}") from None

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from flatout.files import write_whole
 from flatout.launch import sandbox
 from flatout.model.errors import UsageError
+from flatout.model.inputs import is_folder
 
 _NO_GIT = "a patch is applied by git, which is not installed here: install it, or edit a copy and give --with DIR"
 _HUNK = re.compile(r"error: patch failed: (.+):(\d+)")
@@ -66,7 +67,7 @@ def patched(patches: Sequence[Path], command: Sequence[str], layer: Path) -> Edi
 def copied(copy: Path, command: Sequence[str], layer: Path) -> Edit:
     """An edit that has the files of an edited copy of the current folder. What is not in the copy stays as it is."""
     here = Path.cwd()
-    if not copy.is_dir():
+    if not is_folder(copy):
         raise UsageError(f"--with {copy}: there is no such folder")
     if copy.resolve() == here.resolve():
         raise UsageError(f"--with {copy}: this is the current folder; give an edited copy of it")

@@ -241,8 +241,9 @@ def test_a_command_that_is_another_each_time_proves_nothing() -> None:
 def test_too_little_proves_nothing() -> None:
     short = replace(run(), asked=10, proof=(run().proof[0][:10],))
     assert same_training(short, short).text == "only 10 steps were compared, 20 are needed"
-    blind = run(from_step(0, inputs=(), contents=(), moved=None))
+    blind = run(from_step(0, inputs=(), contents=(), moved=None, evaluation=None))
     assert same_training(blind, blind).standing == "not proven"
+    assert same_training(run(), blind).text.startswith("what reaches the model cannot be seen with it")
     assert same_training(run(), replace(run(), code=1)).standing == "not proven"
     assert same_training(run(), replace(run(), proof=(run().proof[0][:30],))).text == (
         "training ends after 30 steps instead of 40"
