@@ -1,4 +1,4 @@
-"""What is looked at before and during a training, without a recording: `flatout check`, `doctor`, `hook` and `top`."""
+"""What is looked at without a recording, before and during a training: `check`, `doctor`, `hook` and `top`."""
 
 from __future__ import annotations
 

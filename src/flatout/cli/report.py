@@ -1,4 +1,4 @@
-"""Recorded runs: `flatout report`, `compare` and `runs`, and the summary that follows `flatout run` and `train`."""
+"""Recorded runs: `report`, `compare` and `runs`, and the summary that follows `flatout run` and `train`."""
 
 from __future__ import annotations
 

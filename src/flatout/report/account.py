@@ -117,7 +117,7 @@ class Workers:
 
     @cached_property
     def at_once(self) -> int:
-        """How many workers there were at the same time; they may come and go, and flatout's all have one number."""
+        """How many workers there were at one time; they may come and go, and flatout's all have one number."""
         lives: dict[int, tuple[float, float]] = {}
         for report in self.work.reports:  # one that gets its dataset again reports on it again
             if report.worker is not None:

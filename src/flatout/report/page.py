@@ -109,7 +109,8 @@ def _head(view: ReportView) -> Html:
 
 
 def _item(item: Item) -> Html:
-    code = item.code and tag("code", item.code, class_="chip", title=f"flatout explain {item.code}")
+    explained = f"flatout explain {item.code}" if item.brief else None  # else it is the class of a change
+    code = item.code and tag("code", item.code, class_="chip", title=explained)
     place = item.where and tag("span", item.where, class_="where")
     lines = filter(None, (*item.lines, item.copy_as))
     evidence = _table(Table("", ("what", "value"), item.evidence))
@@ -288,7 +289,8 @@ def _points(series: Series, start: float, end: float, low: float, high: float) -
     """The points of a line in whole numbers, the first one twice: a single one is drawn as a dot then."""
     points = []
     for x, y in zip(series.x, series.y, strict=True):
-        points.append(f"{round(SIZE * (x - start) / (end - start))},{round(SIZE * (high - y) / (high - low))}")
+        at, up = (x - start) / (end - start), (high - y) / (high - low)
+        points.append(f"{round(SIZE * at)},{round(SIZE * up)}")
     return " ".join(points[:1] + points)
 
 

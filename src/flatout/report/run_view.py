@@ -183,7 +183,7 @@ Row = tuple[tuple[str, ...], TableBar]  # the cells of a row, its share not amon
 
 
 def _share_table(heads: Sequence[str], rows: Sequence[Row], length: Callable[[float], str] = lambda share: "") -> Table:
-    """Each part of the time with its share, and what stands beside it: the `length` of the small ones together."""
+    """Each part of the time, its share and what stands beside it; the small ones together with their `length`."""
     shown = [row for row in rows if row[1].share >= SMALL]
     small = sum(bar.share for _, bar in rows if bar.share < SMALL)
     if small >= SMALL / 4:

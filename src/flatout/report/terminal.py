@@ -30,8 +30,8 @@ STATUSES = {  # in words, and their style
     OK: ("ok", "green"),
     NOT_APPLICABLE: ("not judged", "dim"),
 }
-# Control characters, but for tabs and line ends; and what reverses the order of letters. `printable` would be too late:
-# rich has taken the ends of escape sequences already.
+# Control characters, but for tabs and line ends; and what reverses the order of letters. `printable` would be
+# too late: rich has taken the ends of escape sequences already.
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 MAX_ROWS = 20
 BAR = 12
