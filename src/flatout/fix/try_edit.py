@@ -37,8 +37,9 @@ NO_OVERLAY = (
     "an edit cannot be laid over your files here, as no overlay can be mounted: run the edited copy yourself, as in "
     "flatout try --unprotected --against 'python train.py' -- python edited/train.py"
 )
-MOST_RUNS = 6  # of each side
+MOST_RUNS = 12  # of each side
 _USUAL_STEPS, _MOST_STEPS = 60, 600  # of a proof; the latter to see a whole pass over the data
+_NO_GAIN = 1.05  # a 95% interval that ends below this hides no gain that is worth another run
 _PROOF_SHARE = 0.9  # of the time left, at the most
 _SLOWER = 1.2  # times: fingerprints and weights take time too
 
@@ -69,7 +70,7 @@ class EditResult:
         if self.gain is None:
             return None
         if self.gain.value < MIN_GAIN:
-            return False
+            return False if self.gain.high < _NO_GAIN else None
         return True if self.gain.low > 1 else None
 
     @property
@@ -183,9 +184,8 @@ class TryOut:
         """Whether more runs could show something."""
         if edit.crash or edit.gain is None or len(self._history.speeds(_changes(edit))) >= MOST_RUNS:
             return False
-        if edit.proof is None or not edit.proof.holds:  # it fails anyway
-            return False
-        return not (edit.gain.low > 1 and edit.gain.value >= MIN_GAIN) and edit.gain.high >= MIN_GAIN
+        may_pass = edit.proof is not None and edit.proof.holds
+        return may_pass and edit.is_faster is None
 
     def _affords(self, edits: Sequence[EditResult]) -> bool:
         runs = 2 + 2 * len(edits)
@@ -197,8 +197,13 @@ class TryOut:
         if edit.proof is not None and not edit.proof.holds:
             edit.needs = edit.proof.text
             return
+        runs = len(self._history.speeds(_changes(edit)))
+        if runs >= MOST_RUNS:
+            longer = f"--steps {2 * self._steps} has longer runs" if self._steps else "it takes a quieter machine"
+            edit.needs = f"after {runs} runs of each it is not sure whether it is faster: {longer}"
+            return
         enough = self._budget.enough_m(max(0.0, self._budget.left_s) + 4 * self._budget.run_s(()))
-        edit.needs = f"a gain over {MIN_GAIN - 1:.0%} is likely, but not sure: --budget {enough}m has more runs"
+        edit.needs = f"it is not sure whether it is faster: --budget {enough}m has more runs"
 
     # -- the same training --
 
