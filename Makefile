@@ -2,6 +2,8 @@
 # Each sets up .venv on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests start hundreds of Pythons: none is to compile flatout again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo quick test lint types unit gpu bench clean
 .DEFAULT_GOAL := test

@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
-__all__ = ["HIDDEN", "redact_command", "redact_setting", "redact_text"]
+__all__ = ["HIDDEN", "redact_code", "redact_command", "redact_setting", "redact_text"]
 
 HIDDEN = "***"
 
@@ -54,6 +55,24 @@ def redact_text(text: str) -> str:
     text = _LOGIN_IN_URL.sub(rf"\1{HIDDEN}@", text)
     text = _HEADER.sub(rf"\1{HIDDEN}", text)
     return _SPOKEN.sub(rf"\1\2{HIDDEN}", _without_values(text))
+
+
+def redact_code(line: str) -> str:
+    """A line of Python without secrets: where nothing but names and small numbers is written out, there is none."""
+    import ast  # seldom needed
+
+    for code in (line, f"{line} pass"):  # the second is for the head of a loop
+        with suppress(SyntaxError, ValueError):
+            if "#" not in line and not any(map(_may_hold_a_secret, ast.walk(ast.parse(code)))):
+                return _SHAPES.sub(HIDDEN, line)
+    return redact_text(line)
+
+
+def _may_hold_a_secret(part: Any) -> bool:
+    """Whether a part of a syntax tree is written-out text or a long number; `pw: hunter2` may be a line of a text."""
+    value = getattr(part, "value", None)
+    is_text = isinstance(value, str | bytes) or type(part).__name__ == "AnnAssign"
+    return is_text or (isinstance(value, int) and value > 999)
 
 
 # --- settings -----------------------------------------------------------------------------------------------

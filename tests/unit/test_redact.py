@@ -15,7 +15,7 @@ import pytest
 import yaml
 from planted import HARMLESS_NAMES, HARMLESS_SHAPES, NAMES, SHAPES, Planted, found, look_alikes, secrets
 
-from flatout.redact import HIDDEN, redact_command, redact_setting, redact_text
+from flatout.redact import HIDDEN, redact_code, redact_command, redact_setting, redact_text
 
 SECRETS = secrets(len(NAMES) + len(SHAPES))
 LOOK_ALIKES = look_alikes(len(HARMLESS_NAMES) + len(HARMLESS_SHAPES))
@@ -162,6 +162,26 @@ def test_passwords_that_only_their_program_knows(line: str) -> None:
 def test_options_of_these_names_that_hold_no_password(line: str) -> None:
     assert in_command(*line.split()) == "\n".join(line.split())
     assert redact_text(line) == line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "for pair in sorted(pairs, key=lambda pair: -pair[1]):",
+        "out = attention(query, key=key, value=value)",
+        "token = tokens[i]",
+    ],
+)
+def test_code_that_writes_nothing_out_is_shown(line: str) -> None:
+    assert redact_code(line) == line
+
+
+CODE_WITH_SECRETS = ["api_key = 'x81hd'", "login(token=881723)", "pw: hunter2", "log(x)  # password hunter2"]
+
+
+@pytest.mark.parametrize("line", CODE_WITH_SECRETS)
+def test_what_code_writes_out_is_hidden_by_its_name(line: str) -> None:
+    assert HIDDEN in redact_code(line)
 
 
 def test_a_folder_called_secrets_is_no_secret() -> None:

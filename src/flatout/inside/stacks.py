@@ -25,7 +25,7 @@ from types import CodeType, TracebackType
 import torch
 
 from flatout.model.records import DECORATORS, WORKER_BEGINS, WRAPPED_CALL, Frame, Stacks, StackTime, function_name
-from flatout.redact import redact_text
+from flatout.redact import redact_code, redact_text
 
 DENSE_S, DENSE_EVERY_S, SPARSE_EVERY_S = 10.0, 0.01, 0.125
 _LOOKS_A_SECOND = 8
@@ -278,7 +278,7 @@ def _phase_of(stack: Iterable[Line]) -> str | None:
 def _frame(code: CodeType, number: int) -> Frame:
     where, own, source = f"{_path(code.co_filename)}:{number}", is_own(code.co_filename), None
     if own:
-        source = redact_text(linecache.getline(code.co_filename, number).strip()[:160]) or None
+        source = redact_code(linecache.getline(code.co_filename, number).strip()[:160]) or None
     return Frame(where=where, function=_function(code), own=own, source=source)
 
 
