@@ -70,9 +70,9 @@ def _sees_data(run: Run) -> bool:
 
 
 def _by_rank(before: Run, after: Run, check: Callable[[Steps, Steps], str | None]) -> str | None:
-    for ours, theirs in zip(before.proof, after.proof, strict=False):
+    for rank, (ours, theirs) in enumerate(zip(before.proof, after.proof, strict=False)):
         if difference := check(ours, theirs):
-            return difference
+            return f"rank {rank}: {difference}" if len(before.proof) > 1 else difference
     return None
 
 

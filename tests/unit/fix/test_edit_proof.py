@@ -238,6 +238,12 @@ def test_a_command_that_is_another_each_time_proves_nothing() -> None:
     assert proof.text.startswith("the command as it is differs from itself, run again: batch 3")
 
 
+def test_every_rank_is_compared() -> None:
+    (good,), (other,) = run().proof, run(from_step(0, losses=(1.0, 1.0))).proof
+    proof = same_training(replace(run(), proof=(good, good)), replace(run(), proof=(good, other)))
+    assert proof.text == "rank 1: step 1 has 2 backward passes, not 1"
+
+
 def test_too_little_proves_nothing() -> None:
     short = replace(run(), asked=10, proof=(run().proof[0][:10],))
     assert same_training(short, short).text == "only 10 steps were compared, 20 are needed"
