@@ -262,7 +262,8 @@ class Search:
         under_way = {result.name for result in run.turns if result.state == "under way"}
         if self._failed(run) and under_way:  # once more without it
             blamed = [change for change in live if change.name in under_way]
-            self._decide(blamed, "unsafe", note=run.reason())
+            seen = next((result.note for result in run.turns if result.state == "under way"), "")
+            self._decide(blamed, "unsafe", note=seen or run.reason())
             rest = tuple(change for change in offer.changes if change.name not in under_way)
             if rest and self._trials.affords(rest):
                 self._try(replace(offer, changes=rest))

@@ -147,6 +147,11 @@ class Recorder:
         evaluates = self.evaluation.on or self.evaluation.is_sure
         return EVALUATION if evaluates and phase in _PART_OF_EVALUATION else phase
 
+    @property
+    def still_s(self) -> float:
+        """How long the thread has been in its present phase, for another thread; 0 where that is not known."""
+        return 0.0 if self.light else self.clock() - self._cut_s
+
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
         """The thread enters a phase; the first that belongs to training ends the set-up."""
         if self.tape:

@@ -178,7 +178,7 @@ class Recording:
             lambda: self.recorder.thread,
             lambda: self.recorder.phase,
             sparse_phase="setup",
-            now_and_then=self._answer_if_asked,
+            now_and_then=self._now_and_then,
         )
         self._answered = options.trial is not None  # which nobody watches
         if not forked:
@@ -263,6 +263,11 @@ class Recording:
         raise SystemExit(0)
 
     # -- writing
+
+    def _now_and_then(self) -> None:
+        if self._bounded is not None:
+            self._bounded.end_if_hung()
+        self._answer_if_asked()
 
     def _answer_if_asked(self) -> None:
         """Where no step comes, the launcher asks what this process is doing."""

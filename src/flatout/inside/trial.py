@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import random
 import time
 from collections import deque
@@ -21,8 +22,9 @@ import torch
 
 from flatout.files import write_whole
 from flatout.inside.patches import Subscriber
-from flatout.inside.recorder import HELD, Recorder
+from flatout.inside.recorder import BACKWARD, FORWARD, HELD, LOSS, OPTIMIZER, SYNC, Recorder
 from flatout.inside.run_facts import ranks
+from flatout.inside.stacks import in_words
 from flatout.inside.timing import tensors_in
 from flatout.launch.protocol import MOST_STEPS, TURNS, Options
 from flatout.model.stats import BLOCKS, FEW_STEPS, block_means, error_of, half_width
@@ -38,6 +40,8 @@ _STEADY = 0.005  # how precisely the mean step of a GPU that waits for nothing i
 _AHEAD, _AHEAD_OF_CEILING = 8, 2  # steps that the host may run ahead of the GPU
 _KEPT = 4
 _STEPS_EACH, _FEWEST_EACH = 12, 3  # of an X-ray, and of each kind of ceiling
+_COMPUTES = frozenset({FORWARD, LOSS, BACKWARD, OPTIMIZER, SYNC})
+_HUNG_S = 30.0  # in one call, where a step takes half a second at the most: it hangs
 _FETCHES_A_STEP = 64  # more than this without a step is no training: give the loader back
 
 
@@ -82,6 +86,17 @@ class BoundedRun:
         if not self._progress.is_over():
             return True
         return self._progress.is_worth_a_look and (self._takes_xray() or self._measures_ceiling())
+
+    def end_if_hung(self) -> None:
+        """From another thread: end the process where a change in its turns has made a call hang. An evaluation, a
+        checkpoint or the data may take as long as they like: a change to computing does nothing to them."""
+        recorder = self._recorder
+        if self._turns is None or not self._turns.under_way or recorder.phase not in _COMPUTES:
+            return
+        still_s = recorder.still_s
+        if still_s > _HUNG_S:
+            self._turns.give_up(f"it stood still for {still_s:.0f} s at {in_words(recorder.thread)}")
+            os._exit(1)
 
     @property
     def _looks(self) -> int:
@@ -298,6 +313,16 @@ class LiveTurns:
         now_s = time.perf_counter()
         self._step_s, self._last_s = now_s - self._last_s, now_s
         return next(self._steps, False)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a change has its turns."""
+        return any(result.state == "under way" for result in self.results)
+
+    def give_up(self, why: str) -> None:
+        """The run ends while a change has its turns."""
+        self.results = [replace(one, note=why) if one.state == "under way" else one for one in self.results]
+        self._save()
 
     def _all(self) -> Generator[bool, None, None]:
         for _ in range(_COLD_STEPS):

@@ -36,7 +36,7 @@ _NEIGHBOURS = 4  # rounds in a row are averaged in so many groups at the most, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnsResult:
-    """What turns have shown of one change; `note` says why where it could not be made."""
+    """What turns have shown of one change; `note`: why it could not be made, or where it hung."""
 
     name: str
     state: State = "not reached"

@@ -14,6 +14,8 @@ from flatout.model.plan import Change
 SCRIPT = """
 import sys, time
 import torch
+from flatout.inside import trial
+trial._HUNG_S = 2.0
 
 class Net(torch.nn.Module):
     def __init__(self):
@@ -28,10 +30,16 @@ class Net(torch.nn.Module):
             time.sleep(0.05)
         if sys.argv[1] == "crash" and lower:
             x = Broken.apply(x.requires_grad_())
+        if sys.argv[1] == "hang" and lower:
+            stand_still()
         if sys.argv[1] == "view":
             x = x.view(len(x), 3, 8, 8)
             return self.head(self.conv(x).view(len(x), -1))
         return self.head(self.conv(x).flatten(1))
+
+def stand_still():
+    while True:
+        time.sleep(0.1)
 
 class Broken(torch.autograd.Function):
     @staticmethod
@@ -87,7 +95,7 @@ def test_a_forward_that_raises_with_a_change_is_repeated_without_it(tmp_path: Pa
     layout, precision = ended.turns
     assert (layout.state, layout.gain) == ("decided", None)
     assert "view size is not compatible" in layout.note
-    assert layout.note.endswith("train.py:20")
+    assert layout.note.endswith("train.py:24")
     assert layout.note == ended.refused["channels_last"]
     assert precision.decision == "faster"
 
@@ -97,6 +105,16 @@ def test_what_ends_the_process_is_the_one_under_way(tmp_path: Path) -> None:
     assert ended.code == 1
     assert [result.state for result in ended.turns] == ["decided", "under way", "not reached"]
     assert "no bf16 here" in ended.reason()
+
+
+def test_a_call_that_hangs_ends_the_run_and_says_where(tmp_path: Path) -> None:
+    """GIVEN a change with which a forward pass never returns, THEN that costs seconds, not what the run might take."""
+    ended = run(tmp_path, "hang", 100_000, "precision", "channels_last")
+    assert (ended.code, ended.hung) == (1, False)
+    precision, layout = ended.turns
+    assert (precision.state, layout.state) == ("under way", "not reached")
+    assert precision.note.startswith("it stood still for ")
+    assert "train.py:29 stand_still" in precision.note
 
 
 def test_a_script_that_ends_too_soon_has_decided_nothing(tmp_path: Path) -> None:

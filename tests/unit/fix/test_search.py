@@ -158,6 +158,22 @@ def test_a_change_that_crashes_in_its_turn_does_not_take_the_others_with_it() ->
     assert "the GPU is out of memory" in found.plan.tried[0].note
 
 
+def test_a_change_that_hangs_in_its_turn_says_where_and_the_others_follow() -> None:
+    class StandsStill(World):
+        """Its process sees that it hangs, and ends."""
+
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+            run = super().run(changes, steps, replace(trial, timeout_s=40.0))
+            seen = [replace(one, note="at a.py:7" if one.state == "under way" else "") for one in run.turns]
+            return replace(run, code=1 if run.hung else run.code, turns=tuple(seen))
+
+    facts = IN_FP32 | {"channels_last": False, "optimizer_fused": False}
+    found = fix(StandsStill(facts=facts, hang=frozenset({"channels_last"})))
+    assert kept(found) == {"precision": "bf16"}
+    assert verdicts(found)["channels_last"] == "unsafe"
+    assert found.plan.tried[0].note == "at a.py:7"
+
+
 def test_a_run_that_ends_before_all_had_their_turns_is_made_once_more_as_one() -> None:
     class Short(World):
         def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
