@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -56,7 +57,7 @@ def fix(
     unprotected: bool = flag("--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."),
     diff: Path | None = option("FILE", "Write what was kept as a patch of your own files, too."),
     apply: bool = flag("--apply", "Edit your files as that patch does, if git has them as they are."),
-    force: bool = flag("--force", "With --apply: edit them even if git has not."),
+    force: bool = flag("--force", "With --apply: edit them even if git has not, or the patch has failed."),
     resume: bool = flag(
         "--resume",
         "Go on with a fix of this command that did not come to its end: the last one, or that in FOLDER "
@@ -75,6 +76,7 @@ def fix(
     from flatout.fix.journal import can_resume, to_resume, unfinished
     from flatout.fix.offers import Wishes
     from flatout.fix.source_edits import patch_of
+    from flatout.fix.try_patch import SHARE, try_patch
     from flatout.launch import launcher
     from flatout.report import summarize
     from flatout.report.terminal import FixProgress
@@ -102,11 +104,12 @@ def fix(
         say(f"goes on with {runs}")
     elif unfinished(command, runs.parent):
         say("an earlier fix of this command did not come to its end: flatout fix --resume would go on with it")
+    began_s = time.monotonic()
     with FixProgress(console(stderr=True)) as progress:
         result = search(
             command,
             wishes,
-            budget_s=budget_s,
+            budget_s=(1 - SHARE) * budget_s if diff else budget_s,
             steps=options["steps"],
             progress=progress,
             keep_in=runs,
@@ -115,6 +118,17 @@ def fix(
         )
     not_saved = save_plan(result.plan, out, has_gains=bool(result.kept))
     patch = patch_of(result, command, out, diff) if diff and result.kept else None
+    if patch is not None and not_saved is None:
+        with FixProgress(console(stderr=True)) as progress:
+            patch = try_patch(
+                patch,
+                command,
+                result,
+                budget_s=budget_s,
+                spent_s=time.monotonic() - began_s,
+                steps=options["steps"],
+                progress=progress,
+            )
     summary = replace(summarize(result, command, str(out), hourly_price), patch=patch)
     write_report(summary, json, html, console())
     if result.written:
@@ -159,6 +173,8 @@ def _write_patch(patch: FilePatch, *, apply: bool, force: bool) -> None:
         write_whole(patch.file, patch.diff())
     except OSError as problem:
         raise UsageError(f"cannot write {patch.file}: {problem.strerror}") from None
+    if apply and not force and patch.outcome == "failed":
+        raise UsageError(f"--apply edited nothing: the patch has failed ({patch.tried}); --force edits all the same")
     why_not = why_not_in_git(patch.files) if apply and not force else ""
     if why_not:
         raise UsageError(f"--apply edited nothing: {why_not}, then git apply {patch.file}")

@@ -54,7 +54,7 @@ def same_training(before: Run, after: Run, again: Run | None = None) -> Proof:
         if difference := check(before, after):
             own = check(before, again) if again is not None else None
             if own:
-                return not_proven(f"the command as it is differs from itself, run again: {own}")
+                return not_proven(f"what it is compared with differs from itself, run again: {own}")
             return failed(difference)
     # A loss that is another one in other steps than those from the same weights on only follows from other updates.
     difference = _other_losses(before, after, again, fresh=True) or _other_weights(before, after, again)

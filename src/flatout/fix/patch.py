@@ -9,11 +9,13 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from flatout.files import write_whole
 from flatout.model.errors import UsageError
 from flatout.model.plan import Change
 
+Outcome = Literal["passed", "failed", "undecided", "not tried"]
 _LINES = re.compile(rb"[^\n]*\n|[^\n]+")  # as git counts them
 
 
@@ -22,7 +24,7 @@ class FilePatch:
     """Files before and after, and the `command` to train with then.
 
     The changes `by_plan` are made by lines that apply the plan; those `unwritten` are in no file. `tried` says what
-    a run with it has shown; empty where there was none.
+    runs with it have shown, or why there were none.
     """
 
     file: Path  # where the diff goes
@@ -30,6 +32,7 @@ class FilePatch:
     command: tuple[str, ...]
     by_plan: tuple[Change, ...] = ()
     unwritten: tuple[Change, ...] = ()
+    outcome: Outcome = "not tried"
     tried: str = ""
 
     def diff(self) -> bytes:

@@ -142,7 +142,8 @@ def _warm(rows: Sequence[_Row], cold_steps: int) -> list[_Row]:
 def _warming_up(trace: Trace, rows: Sequence[_Row]) -> int:
     """Steps that do not count yet; more of them while the elastic loader is finding its workers."""
     steps = sum(row.steps for row in rows)
-    elastic = any(change.name == "loader" and change.applied for change in trace.ranks[0].facts.changes)
+    facts = trace.ranks[0].facts
+    elastic = facts.training_loader.elastic or any(one.name == "loader" and one.applied for one in facts.changes)
     # It begins with one worker and adds others while that helps, for as long as half of a trial.
     cold = steps // 2 if elastic else warm_up(steps)
     if enough(steps - cold, _seconds(_warm(rows, cold)), FEWEST_STEPS):

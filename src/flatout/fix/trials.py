@@ -32,10 +32,10 @@ _RARER = 0.75  # of what they took, at the most, where some of them are left out
 class TimeBudget:
     """Adds up seconds. A run is expected to take as long as the longest so far; the compiler's time is apart."""
 
-    def __init__(self, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, budget_s: float, clock: Callable[[], float] = time.monotonic, *, spent_s: float = 0.0) -> None:
         self._budget_s = budget_s
         self._clock = clock
-        self._began_s = clock()
+        self._began_s = clock() - spent_s
         self._longest_s = 0.0  # of the runs without the compiler
         self._compiling_s: dict[str, float] = {}  # by mode, as it was seen
 
@@ -119,8 +119,10 @@ class Trials:
         known_to: float = math.inf,
         look_below_s: float | None = 0.0,
         turns: Sequence[Change] = (),
+        elastic: bool = False,
     ) -> Run:
         """A run with these changes. `steps`: other than usual. `turns`: those of them that it decides one by one.
+        `elastic`: its script may have the elastic loader.
 
         X-ray and ceiling are taken where its steps are shorter than `look_below_s` (always, if None); else
         they are those of what is kept."""
@@ -136,7 +138,7 @@ class Trials:
             at_least_s = MEASURE_S
         if self._ends_by_time and steps is None:
             enough_s = LONG_S
-            if any(change.name == "loader" for change in changes):
+            if elastic or any(change.name == "loader" for change in changes):
                 enough_s *= _SETTLING
         trial = Trial(
             timeout_s=self._budget.timeout_s(expected_s),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flatout.fix.edit_proof import same_training
 from flatout.fix.edits import Edit, copied, patched
@@ -33,6 +33,7 @@ from flatout.model.stats import MIN_GAIN, Gain
 from flatout.redact import redact_command
 
 FIRST = "the command as it is"
+WITH_THE_PLAN = "the command with the plan"
 NO_OVERLAY = (
     "an edit cannot be laid over your files here, as no overlay can be mounted: run the edited copy yourself, as in "
     "flatout try --unprotected --against 'python train.py' -- python edited/train.py"
@@ -57,6 +58,8 @@ EditVerdict = Literal[
 class EditResult:
     """What has been found out about one edit, or about several together."""
 
+    MEANT: ClassVar = "faster"  # what it is meant to be
+
     name: str
     gain: Gain | None = None
     speeds: tuple[Speed, Speed] | None = None  # behind the gain
@@ -65,7 +68,7 @@ class EditResult:
     needs: str = ""  # what would decide it
 
     @property
-    def is_faster(self) -> bool | None:
+    def is_fast_enough(self) -> bool | None:
         """Whether a gain worth having is shown; None where it may be there and is not shown."""
         if self.gain is None:
             return None
@@ -78,14 +81,19 @@ class EditResult:
         if self.crash:
             return "does not run"
         if self.proof is not None and self.proof.standing == "failed":
-            return "faster, but not the same training" if self.is_faster else "not the same training"
-        if self.proof is None or not self.proof.holds or self.is_faster is None:
+            return "faster, but not the same training" if self.is_fast_enough else "not the same training"
+        if self.proof is None or not self.proof.holds or self.is_fast_enough is None:
             return "undecided"
-        return "faster and the same" if self.is_faster else "the same, not faster"
+        return "faster and the same" if self.is_fast_enough else "the same, not faster"
 
     @property
     def passed(self) -> bool:
         return self.verdict == "faster and the same"
+
+    @property
+    def in_short(self) -> str:
+        """What is said as soon as it is known."""
+        return f"{self.name}: {self.verdict}" + f", {self.gain}" * (self.gain is not None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,14 +113,18 @@ class TryResult:
 
 
 class TryOut:
-    """Tries edits. `together` makes one edit of several, for the runner; it raises UsageError where they do not fit."""
+    """Tries edits, each an EditResult to fill in. `together` makes one edit of several, for the runner; it raises
+    UsageError where they do not fit. `spent_s` of the budget are gone; `plan`: what the command has without an edit.
+    """
 
     def __init__(
         self,
         runner: Runner,
-        names: Sequence[str],
+        edits: Sequence[EditResult],
         *,
         budget_s: float,
+        spent_s: float = 0.0,
+        plan: Sequence[Change] = (),
         steps: int | None = None,
         progress: ProgressListener | None = None,
         together: Callable[[Sequence[str]], Edit] | None = None,
@@ -121,8 +133,9 @@ class TryOut:
         self._steps = steps
         self._progress = progress or ProgressListener()
         self._together = together
-        self.result = TryResult(edits=[EditResult(name=name) for name in names])
-        self._budget = TimeBudget(budget_s, clock)
+        self.result = TryResult(edits=list(edits))
+        self._plan, self._first = tuple(plan), WITH_THE_PLAN if plan else FIRST
+        self._budget = TimeBudget(budget_s, clock, spent_s=spent_s)
         self._trials = Trials(runner, self.result.runs, self._budget, self._progress, steps)
         self._history = RunHistory()
         self._leads = 0
@@ -142,8 +155,9 @@ class TryOut:
 
     def _time(self, edit: EditResult | None) -> None:
         """A timed run of the command as it is, or with an edit."""
-        changes = _changes(edit)
-        run = self._trials.run(_what(edit), changes)
+        changes = self._plan if edit is None else _changes(edit)
+        elastic = any(change.name == "loader" for change in self._plan)
+        run = self._trials.run(self._first if edit is None else f"with {edit.name}", changes, elastic=elastic)
         steps = self._steps or FIRST_STEPS
         if edit is not None:
             if _fails(run, self._trials.before):
@@ -164,7 +178,7 @@ class TryOut:
             self._round(open_ones)
         for edit in edits:
             self._say_what_is_needed(edit)
-            self._progress.say(f"{edit.name}: {edit.verdict}" + f", {edit.gain}" * (edit.gain is not None))
+            self._progress.say(edit.in_short)
 
     def _round(self, edits: Sequence[EditResult], *, first: bool = False) -> None:
         """Each edit twice, the second time in reverse, with the command as it is around them."""
@@ -175,9 +189,9 @@ class TryOut:
                 self._time(edit)
         self._time(None)
         for edit in edits:
-            speeds = self._history.speeds(()), self._history.speeds(_changes(edit))
+            speeds = self._history.speeds(self._plan), self._history.speeds(_changes(edit))
             if all(speeds):
-                edit.gain = self._history.gain((), _changes(edit))
+                edit.gain = self._history.gain(self._plan, _changes(edit))
                 edit.speeds = pooled(speeds[0]), pooled(speeds[1])
 
     def _is_open(self, edit: EditResult) -> bool:
@@ -185,11 +199,11 @@ class TryOut:
         if edit.crash or edit.gain is None or len(self._history.speeds(_changes(edit))) >= MOST_RUNS:
             return False
         may_pass = edit.proof is not None and edit.proof.holds
-        return may_pass and edit.is_faster is None
+        return may_pass and edit.is_fast_enough is None
 
     def _affords(self, edits: Sequence[EditResult]) -> bool:
         runs = 2 + 2 * len(edits)
-        return self._budget.left_s > runs * self._budget.run_s(())
+        return self._budget.left_s > runs * self._budget.run_s(self._plan)
 
     def _say_what_is_needed(self, edit: EditResult) -> None:
         if edit.verdict != "undecided" or edit.needs:
@@ -200,15 +214,15 @@ class TryOut:
         runs = len(self._history.speeds(_changes(edit)))
         if runs >= MOST_RUNS:
             longer = f"--steps {2 * self._steps} has longer runs" if self._steps else "it takes a quieter machine"
-            edit.needs = f"after {runs} runs of each it is not sure whether it is faster: {longer}"
+            edit.needs = f"after {runs} runs of each it is not sure whether it is {edit.MEANT}: {longer}"
             return
-        enough = self._budget.enough_m(max(0.0, self._budget.left_s) + 4 * self._budget.run_s(()))
-        edit.needs = f"it is not sure whether it is faster: --budget {enough}m has more runs"
+        enough = self._budget.enough_m(max(0.0, self._budget.left_s) + 4 * self._budget.run_s(self._plan))
+        edit.needs = f"it is not sure whether it is {edit.MEANT}: --budget {enough}m has more runs"
 
     # -- the same training --
 
     def _prove(self, edits: Sequence[EditResult]) -> None:
-        """The command as it is leads, the edits follow; it does so too, where one is not the same to the bit."""
+        """The command without an edit leads, the edits follow; so does it, where one is not the same to the bit."""
         if not edits:
             return
         steps = self._proof_steps(len(edits) + 1)
@@ -217,12 +231,12 @@ class TryOut:
                 edit.proof = not_proven(self._too_short(len(edits) + 1))
             return
         self._leads += 1
-        requests = [ProofRun(changes=(), steps=steps, leads=self._leads)]
+        requests = [ProofRun(changes=self._plan, steps=steps, leads=self._leads)]
         requests += [ProofRun(changes=_changes(edit), steps=steps, follows=self._leads) for edit in edits]
-        lead, *followers = self._trials.prove("the command as it is, and then the edit", requests)
+        lead, *followers = self._trials.prove(f"{self._first}, and then the edit", requests)
         if lead.broke_off:
             for edit in edits:
-                edit.proof = not_proven(f"the command as it is failed: {lead.reason()}")
+                edit.proof = not_proven(f"{self._first} failed: {lead.reason()}")
             return
         doubtful = []
         for edit, run in zip(edits, followers, strict=True):
@@ -230,8 +244,8 @@ class TryOut:
             if edit.proof.standing != "identical":
                 doubtful.append((edit, run))
         if doubtful and self._budget.left_s > 0:
-            once_more = ProofRun(changes=(), steps=steps, follows=self._leads)
-            (again,) = self._trials.prove("the command once more: what the machine alone does", [once_more])
+            once_more = ProofRun(changes=self._plan, steps=steps, follows=self._leads)
+            (again,) = self._trials.prove(f"{self._first} once more: what the machine alone does", [once_more])
             for edit, run in doubtful:
                 edit.proof = same_training(lead, run, again)
         self._remark_on(steps)
@@ -278,15 +292,9 @@ def _fails(run: Run, before: Run) -> bool:
     return not run.is_measured or (run.code != 0 and before.code == 0)
 
 
-def _changes(edit: EditResult | None) -> tuple[Change, ...]:
+def _changes(edit: EditResult) -> tuple[Change, ...]:
     """An edit as a change, by which the runs that have it are told from the others."""
-    if edit is None:
-        return ()
     return (Change(name=EDIT, value=edit.name, safety="equivalent"),)
-
-
-def _what(edit: EditResult | None) -> str:
-    return FIRST if edit is None else f"with {edit.name}"
 
 
 # For one command
@@ -328,8 +336,8 @@ def try_edits(
             if not overlay and (patches or copy):
                 raise UsageError(NO_OVERLAY)
             runner = Launcher(before, folder / str(overlay), overlay=overlay, edits=edits)
-            names = tuple(edits)
-            out = TryOut(runner, names, budget_s=budget_s, steps=steps, progress=progress, together=together)
+            tried = [EditResult(name=name) for name in edits]
+            out = TryOut(runner, tried, budget_s=budget_s, steps=steps, progress=progress, together=together)
             return out.run()
 
         why_not = sandbox.why_no_overlay(before, folder)

@@ -157,6 +157,9 @@ class FixSummary:
             option = offer.changes[0].name.replace("_", "-").partition(":")[0]
             withheld.append(Item(offer.name, lines=[offer.why], to_copy=[f"--allow {option}"]))
         left = [finding_item(run, finding) for finding in self.left if run is not None]
+        failed_patch = []
+        if self.patch is not None and self.patch.outcome == "failed":
+            failed_patch.append(f"Do not use {self.patch.file}, train with the plan: {self.patch.tried}.")
         sections += [
             ReportSection("patch", "The same as a patch", self._as_patch()),
             ReportSection("undone", "Not kept", list(map(_undone, bundles(self.undone)))),
@@ -166,7 +169,7 @@ class FixSummary:
         ]
         return ReportView(
             about=("flatout fix", shlex.join(self.command)),
-            headlines=[self.sentence()],
+            headlines=[*failed_patch, self.sentence()],
             notes=result.remarks,
             figures=self.figures(),
             train_with=self.train_with if result.kept else "",
@@ -188,7 +191,9 @@ class FixSummary:
         patch, to_copy = self.patch, []
         if patch is None:
             return []
-        lines = [f"tried: {patch.tried}" if patch.tried else "not tried: the gain is that of the plan"]
+        lines = [f"{patch.outcome}: {patch.tried}" if patch.tried else patch.outcome]
+        if patch.outcome != "passed":
+            lines.append("the gain above is that of the plan")
         if patch.by_plan:
             lines.append(f"by flatout.apply, which reads the plan: {all_in_words(patch.by_plan)}")
         if patch.unwritten:
@@ -388,6 +393,7 @@ def _patch_to_json(patch: FilePatch) -> dict[str, Any]:
         "command": list(redact_command(patch.command)),
         "by_plan": [change.name for change in patch.by_plan],
         "unwritten": [change.name for change in patch.unwritten],
+        "outcome": patch.outcome,
         "tried": patch.tried or None,
     }
 

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from flatout.launch import sandbox
 from flatout.model.plan import Plan
 from flatout.trace import read
 
@@ -109,6 +110,13 @@ def test_a_starved_training_is_fixed_proven_reported_and_edited(slow_disk: Path)
     assert kept["where"].endswith("train.py:24")
     assert result["gain"]["value"] > 1
     assert result["after"]["epoch_money"] < result["before"]["epoch_money"]
+    # AND the patch trains as the plan does, where it could be tried
+    patch = result["patch"]
+    if sandbox.why_no_overlay([sys.executable], slow_disk):
+        assert patch["outcome"] == "not tried"
+    else:
+        assert patch["outcome"] in ("passed", "undecided"), patch  # how fast it is, a busy machine may leave open
+        assert patch["tried"].startswith("trains as with the plan (")
     # AND the plan is one that can be trained with
     (change,) = Plan.load(slow_disk / "flatout-plan.yaml").changes
     assert (change.name, change.safety) == ("loader", "reseeded")

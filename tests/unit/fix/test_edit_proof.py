@@ -235,7 +235,7 @@ def test_a_command_that_is_another_each_time_proves_nothing() -> None:
     again = run(from_step(2, indices=((1, 2),)))
     proof = same_training(run(), run(from_step(2, indices=((1, 3),))), again)
     assert proof.standing == "not proven"
-    assert proof.text.startswith("the command as it is differs from itself, run again: batch 3")
+    assert proof.text.startswith("what it is compared with differs from itself, run again: batch 3")
 
 
 def test_every_rank_is_compared() -> None:

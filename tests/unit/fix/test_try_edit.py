@@ -41,7 +41,8 @@ def world(**more: Any) -> World:
 
 
 def tried(simulated: World, *names: str, budget_s: float = 600, **more: Any) -> TryResult:
-    return TryOut(simulated, names, budget_s=budget_s, clock=simulated.clock, **more).run()
+    edits = [EditResult(name=name) for name in names]
+    return TryOut(simulated, edits, budget_s=budget_s, clock=simulated.clock, **more).run()
 
 
 def only(result: TryResult) -> EditResult:
@@ -75,7 +76,7 @@ def test_a_wrong_one_is_not_and_says_what_differs() -> None:
     assert (edit.verdict, result.passed) == ("faster, but not the same training", False)
     assert edit.proof is not None
     assert edit.proof.text.startswith("step 1: the loss is another one")
-    assert runs_of(result)[-1] == "proof: the command once more: what the machine alone does"
+    assert runs_of(result)[-1] == "proof: the command as it is once more: what the machine alone does"
 
 
 def test_one_that_changes_nothing_is_not_faster() -> None:

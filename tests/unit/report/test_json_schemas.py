@@ -22,7 +22,7 @@ from simulated_world import Machine, World
 from flatout.fix.offers import Wishes
 from flatout.fix.runs import EDIT
 from flatout.fix.search import Search
-from flatout.fix.try_edit import TryOut
+from flatout.fix.try_edit import EditResult, TryOut
 from flatout.report import RecordedRun, TrySummary, compare, read_run, summarize
 from flatout.report.account import Price
 from flatout.trace import Facts
@@ -87,5 +87,5 @@ def test_a_fix_is_as_documented(machine: Machine, allow: str) -> None:
 @pytest.mark.parametrize("crash", [{}, {EDIT: "NameError: name 'x' is not defined"}])
 def test_a_try_is_as_documented(crash: dict[str, str]) -> None:
     world = World(length=19_200, crash=crash)
-    tried = TryOut(world, ["a.diff", "b.diff"], budget_s=300, clock=world.clock).run()
+    tried = TryOut(world, [EditResult(name="a.diff"), EditResult(name="b.diff")], budget_s=300, clock=world.clock).run()
     assert mismatches(TrySummary(command=("python", "train.py"), result=tried).to_json(), "try.json") == []
