@@ -408,7 +408,7 @@ class laid_out:
 
     def run(self, command: Sequence[str], environment: dict[str, str]) -> str:
         """Run it to its end, or for five minutes; what it said last."""
-        process = subprocess.Popen(command, cwd=self.script.parent, env=self._environment() | environment,
+        process = subprocess.Popen(command, cwd=self.script.parent, env=self.environment_of() | environment,
                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                    text=True, errors="replace", start_new_session=True)  # fmt: skip
         try:
@@ -430,7 +430,7 @@ class laid_out:
             return [sys.executable, *launcher, *before, self.script.name]
         return [sys.executable, *before, self.script.name]
 
-    def _environment(self) -> dict[str, str]:
+    def environment_of(self) -> dict[str, str]:
         inner = self.folder / "repo"
         # The stand-in is a library, as what it stands for: its lines are not the user's.
         libraries = [TOOLS / "site-packages"] if self.training.stand_in else []

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+from flatout.files import write_whole
 from flatout.fix.edits import Edit, patched
 from flatout.fix.fix_command import own_folder
 from flatout.fix.patch import FilePatch, Outcome
@@ -133,7 +134,7 @@ def _edit_of(patch: FilePatch, folder: Path) -> Edit:
     if not patch.files:
         return Edit(name="the patch", command=patch.command)
     diff = folder / "fix.diff"
-    diff.write_bytes(patch.diff())
+    write_whole(diff, patch.diff())
     return replace(patched([diff], patch.command, folder / "patched"), name="the patch")
 
 
