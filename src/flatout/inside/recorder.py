@@ -136,9 +136,12 @@ class Recorder:
 
     @property
     def phase(self) -> str:
-        """What the thread is doing, to be read from another thread; in a step of another kind, that kind."""
-        if self._open.kind not in ("train", "warmup"):
-            return self._open.kind
+        """What the thread is doing, to be read from another thread; in a step of another kind, that kind.
+
+        The first step may hold much of the set-up (a batch looked at before the model is built), and counts with it.
+        """
+        if self._open.kind != "train":
+            return "setup" if self._open.kind == "warmup" else self._open.kind
         phase = UNSPLIT if self.light else self._between
         if self._stack:
             phase = self._stack[-1][0]

@@ -291,6 +291,17 @@ def test_who_looks_while_it_goes_on_sees_an_evaluation() -> None:
     assert seen == ["forward", "evaluation", "evaluation", "logging", "forward"]
 
 
+def test_who_looks_at_the_first_step_sees_the_set_up() -> None:
+    """GIVEN a script that looks at a batch before it builds its model THEN building it is no line of training."""
+    bench = Bench()
+    bench.fetch(TRAIN)
+    seen = [bench.recorder.phase]
+    bench.train(1)
+    bench.fetch(TRAIN)
+    seen.append(bench.recorder.phase)
+    assert seen == ["setup", "rest"]
+
+
 def test_a_batch_in_hand_stays_training_while_another_loader_is_evaluated() -> None:
     bench = Bench()
     bench.train(2)
