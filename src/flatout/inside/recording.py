@@ -178,6 +178,7 @@ class Recording:
             lambda: self.recorder.thread,
             lambda: self.recorder.phase,
             sparse_phase="setup",
+            steps=lambda: self.recorder.steps,
             now_and_then=self._now_and_then,
         )
         self._answered = options.trial is not None  # which nobody watches

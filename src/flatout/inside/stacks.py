@@ -60,7 +60,8 @@ class StackSampler:
     """Looks at the stack of one thread from `start` to `stop`.
 
     `phase` says what that thread is doing; None: do not look. Dense looks begin when the phase is another than
-    `sparse_phase`. `now_and_then` is called about once a second.
+    `sparse_phase`. Looks count once the number of `steps` is another: what comes after the last step is no training.
+    `now_and_then` is called about once a second.
     """
 
     def __init__(
@@ -69,15 +70,16 @@ class StackSampler:
         phase: Callable[[], str | None],
         *,
         sparse_phase: str | None = None,
+        steps: Callable[[], int] | None = None,
         dense_s: float = DENSE_S,
         now_and_then: Callable[[], None] = lambda: None,
     ) -> None:
-        self._thread, self._phase, self._sparse_phase = thread, phase, sparse_phase
+        self._thread, self._phase, self._sparse_phase, self._steps = thread, phase, sparse_phase, steps
         self._dense_left_s = dense_s
         self._now_and_then = now_and_then
         self._users_switch_s: float | None = None  # while looks are dense
-        self._seen: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])  # seconds, looks
-        self._passed_s: defaultdict[str, float] = defaultdict(float)
+        self._seen, self._of_open_step = _Looks(), _Looks()
+        self._steps_seen = 0
         self._lock = threading.Lock()
         self._runner: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -140,20 +142,26 @@ class StackSampler:
             return
         if phase in ("unsplit", "rest"):
             phase = _phase_of(stack) or phase
-        if phase == "forward":
-            for name in _passed(stack):
-                self._passed_s[name] += seconds
         with self._lock:
-            seen = self._seen[phase, shown(stack)]
-            seen[0] += seconds
-            seen[1] += 1
-            if len(self._seen) > _MOST_KEPT:
-                self._seen = _largest(self._seen, _MOST_KEPT // 2)
+            self._settle()
+            self._of_open_step.add((phase, shown(stack)), seconds)
+            if phase == "forward":
+                for name in _passed(stack):
+                    self._of_open_step.passed_s[name] += seconds
+
+    def _settle(self) -> None:
+        """Count what was seen of a step that has ended since."""
+        steps = self._steps() if self._steps is not None else self._steps_seen + 1
+        if steps != self._steps_seen:
+            self._steps_seen = steps
+            self._seen.join(self._of_open_step)
+            self._of_open_step = _Looks()
 
     def record(self, *, dataset: str | None = None, worker: int | None = None) -> Stacks:
         """What has been seen so far."""
         with self._lock:
-            largest = _largest(self._seen, _MOST_STACKS)
+            self._settle()
+            largest, passed_s = _largest(self._seen.stacks, _MOST_STACKS), dict(self._seen.passed_s)
         numbers: dict[Line, int] = {}
         stacks = []
         for (phase, lines), (seconds, looks) in largest.items():
@@ -166,8 +174,29 @@ class StackSampler:
             dataset=dataset,
             frames=tuple(_frame(code, number) for code, number in numbers),
             stacks=tuple(stacks),
-            passed_s=dict(self._passed_s),
+            passed_s=passed_s,
         )
+
+
+class _Looks:
+    """What was seen: seconds and looks by phase and stack, and the seconds of forward passes by what they pass."""
+
+    def __init__(self) -> None:
+        self.stacks: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])
+        self.passed_s: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, key: Key, seconds: float, looks: float = 1) -> None:
+        seen = self.stacks[key]
+        seen[0] += seconds
+        seen[1] += looks
+        if len(self.stacks) > _MOST_KEPT:
+            self.stacks = _largest(self.stacks, _MOST_KEPT // 2)
+
+    def join(self, other: _Looks) -> None:
+        for key, (seconds, looks) in other.stacks.items():
+            self.add(key, seconds, looks)
+        for name, seconds in other.passed_s.items():
+            self.passed_s[name] += seconds
 
 
 def _largest(seen: dict[Key, list[float]], most: int) -> defaultdict[Key, list[float]]:

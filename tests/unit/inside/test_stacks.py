@@ -111,6 +111,20 @@ def test_looks_count_for_the_phase_they_fall_into_and_for_none_where_there_is_no
     assert {one.phase for one in sampler.record().stacks} == {"data"}
 
 
+def test_looks_count_once_the_step_that_they_fall_into_has_ended() -> None:
+    """GIVEN a script that goes on after its last step THEN what it does there is no line of training."""
+    thread, steps = threading.get_ident(), [0]
+    sampler = StackSampler(lambda: thread, lambda: "rest", steps=lambda: steps[0], dense_s=0.0)
+    sampler.start()
+    short_metric(sampler)
+    steps[0] += 1
+    long_metric(sampler)
+    sampler.stop()
+    seen = {frame.function for frame in sampler.record().frames}
+    assert "short_metric" in seen
+    assert "long_metric" not in seen
+
+
 def test_what_torch_does_is_told_from_what_the_script_does() -> None:
     inputs, layer = torch.randn(512, 512), torch.nn.Linear(512, 512)
     with sampling(lambda: "unsplit") as sampler:
