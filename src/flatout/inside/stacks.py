@@ -30,7 +30,7 @@ from flatout.redact import redact_code, redact_text
 DENSE_S, DENSE_EVERY_S, SPARSE_EVERY_S = 10.0, 0.01, 0.125
 _LOOKS_A_SECOND = 8
 # How long a thread keeps the interpreter's lock when another asks: at the usual 5 ms, shorter lines are never seen.
-_DENSE_SWITCH_S = 1e-4
+_QUICK_SWITCH_S = 1e-4
 _DEEPEST = 128  # frames of a stack
 _MOST_STACKS, _MOST_KEPT = 300, 4000  # in a record, in memory
 _GOLDEN = 0.6180339887  # its multiples never keep step with the training
@@ -77,7 +77,8 @@ class StackSampler:
         self._thread, self._phase, self._sparse_phase, self._steps = thread, phase, sparse_phase, steps
         self._dense_left_s = dense_s
         self._now_and_then = now_and_then
-        self._users_switch_s: float | None = None  # while looks are dense
+        self._dense = False
+        self._users_switch_s: float | None = None  # while we have one of our own
         self._seen, self._of_open_step = _Looks(), _Looks()
         self._steps_seen = 0
         self._lock = threading.Lock()
@@ -107,26 +108,34 @@ class StackSampler:
         before_s = time.monotonic()
         try:
             while not stopping.wait(self._pause_s()):
+                if not self._dense and self._phase() not in (None, self._sparse_phase):
+                    # We have the lock because the thread let go of it, after up to 5 ms: look a little later.
+                    self._switch_quickly(True)
+                    stopping.wait(DENSE_EVERY_S * self._jitter())
                 now_s = time.monotonic()
                 self._look(now_s - before_s)
+                self._switch_quickly(self._dense)
                 before_s = now_s
                 if self.looks % _LOOKS_A_SECOND == 0:
                     self._now_and_then()
         finally:
-            self._look_densely(False)
+            self._switch_quickly(False)
 
     def _pause_s(self) -> float:
-        every_s = SPARSE_EVERY_S if self._users_switch_s is None else DENSE_EVERY_S
-        return every_s * (0.5 + self.looks * _GOLDEN % 1.0)
+        return (DENSE_EVERY_S if self._dense else SPARSE_EVERY_S) * self._jitter()
 
-    def _look_densely(self, dense: bool) -> None:
+    def _jitter(self) -> float:
+        return 0.5 + self.looks * _GOLDEN % 1.0
+
+    def _switch_quickly(self, quickly: bool) -> None:
+        """Have the thread give up the lock at once when we ask for it; else as it was."""
         before_s = self._users_switch_s
-        if dense and before_s is None:
+        if quickly and before_s is None:
             self._users_switch_s = sys.getswitchinterval()
-            sys.setswitchinterval(_DENSE_SWITCH_S)
-        elif before_s is not None and not dense:
+            sys.setswitchinterval(_QUICK_SWITCH_S)
+        elif before_s is not None and not quickly:
             self._users_switch_s = None
-            if abs(sys.getswitchinterval() - _DENSE_SWITCH_S) < 1e-6:  # else the script has set its own
+            if abs(sys.getswitchinterval() - _QUICK_SWITCH_S) < 1e-6:  # else the script has set its own
                 sys.setswitchinterval(before_s)
 
     def _look(self, seconds: float) -> None:
@@ -136,7 +145,7 @@ class StackSampler:
             return
         if phase != self._sparse_phase:
             self._dense_left_s -= seconds
-            self._look_densely(self._dense_left_s > 0)
+            self._dense = self._dense_left_s > 0
         stack = lines_of(self._thread())
         if not stack:
             return
