@@ -41,9 +41,11 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
     loader, saved = metrics.loader, metrics.data_saved
     if loader.num_workers != 0 or metrics.elastic or saved < _MIN_WAIT_WITHOUT_WORKERS:
         return None
-    rate, now = metrics.samples_a_worker_s, metrics.breakdown.samples_per_s
-    # A worker that waits for a disk or a server leaves its core to others.
-    wanted = max(1, int(metrics.machine.spare_cores / max(_MIN_CORE_A_WORKER, metrics.work.on_core or 1.0)))
+    machine, now = metrics.machine, metrics.breakdown.samples_per_s
+    rate = now / metrics.share("data") if now else None  # joining them and the wait for a disk included
+    # A worker that waits for a disk or a server leaves its core to others; one that waits for a core does not.
+    wants_core = min(1.0, (metrics.work.on_core or 1.0) + (machine.trainer_delay or 0.0))
+    wanted = max(1, int(machine.spare_cores / max(_MIN_CORE_A_WORKER, wants_core)))
     one_worker, speeds = 1.0, ""  # what one delivers, as a multiple of what is used now
     if rate and now:
         needed = metrics.breakdown.ceiling_samples_per_s or now * factor(saved)

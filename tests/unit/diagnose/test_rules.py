@@ -102,6 +102,23 @@ def test_samples_that_wait_for_a_server_get_more_workers_than_cores() -> None:
     assert first(trace(*STARVED, loader=loader, workers=computing, facts={"cores_allowed": 2})).value == 1
 
 
+def test_loading_that_waits_for_a_core_asks_for_no_more_workers_than_there_are_cores() -> None:
+    """GIVEN samples that are on a core a quarter of their time, for others have the cores THEN one worker is named."""
+    load = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=30.0, run_delay_pct=70.0)
+    busy = tuple(dataclasses.replace(sample, processes=(load,)) for sample in hardware(99.0))
+    waiting = workers(1, sample_ms=1.0, busy=0.99, on_core=0.25)
+    made = trace(*STARVED, loader={"num_workers": 0}, workers=waiting, facts={"cores_allowed": 2}, samples=busy)
+    assert first(made).value == 1
+
+
+def test_how_fast_one_process_loads_is_what_training_waits_for() -> None:
+    """GIVEN samples of 2 µs that take long to join THEN no rate is told that the wait beside it contradicts."""
+    quick = workers(1, sample_ms=0.002, busy=0.001, times=Sketch.of([0.002] * 500))
+    made = trace(*STARVED, loader={"num_workers": 0}, workers=quick)
+    waits_ms = {name: ms for name, ms, _, _ in STARVED}["data"]
+    assert f"one process makes {64 / waits_ms * 1e3:,.0f} samples/s" in first(made).advice
+
+
 def test_workers_waiting_for_something_else_are_not_too_many() -> None:
     few_cores = {"loader": {"num_workers": 11}, "facts": {"cores_allowed": 2}}
     waiting = workers(11, sample_ms=20.0, busy=0.95, on_core=0.1, delay=0.45)
