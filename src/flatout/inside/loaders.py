@@ -241,6 +241,7 @@ class Meter:
 
     def measure(self, fetcher: Any) -> None:
         """Time the dataset and the collate function of torch's fetcher, which is made for a pass."""
+        self._idle_since = time.monotonic()  # between two passes nothing is asked of a worker
         self._random_checks = 0  # samples may draw random numbers even if those of earlier passes did not
         fetch, collate, source = fetcher.fetch, fetcher.collate_fn, "dataset"
         if hasattr(fetcher, "dataset_iter"):
@@ -377,6 +378,7 @@ class Meters:
         self._in_worker = in_worker  # called in a loader worker, when it begins
         self._subscriber: Subscriber | None = None
         self._of_this_process: dict[tuple[str, int | None], Meter] = {}
+        self._of_worker: dict[int, Meter] = {}  # by process: a worker that stays has a fetcher for each epoch
         self._folder = Path()
 
     def start(self, folder: Path) -> None:
@@ -408,8 +410,11 @@ class Meters:
     def _measure(self, fetcher: Any) -> None:
         path = self._folder / f"workers-{int(os.environ.get(RANK, '0')):05d}.jsonl"
         worker: Any = torch.utils.data.get_worker_info()
-        if worker is not None:
+        if worker is not None and os.getpid() in self._of_worker:
+            meter = self._of_worker[os.getpid()]
+        elif worker is not None:
             meter = Meter(worker.dataset, worker.id, path)  # the user's own dataset, under any loader
+            self._of_worker = {os.getpid(): meter}
             multiprocessing.util.Finalize(None, meter.write, exitpriority=1)
             self._in_worker()
             _time_transforms(worker.dataset, meter.transforms_s)

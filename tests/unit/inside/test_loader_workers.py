@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from flatout.feed.dataset_check import CacheGrowth
 from flatout.inside import loaders
-from flatout.inside.loaders import Meter
+from flatout.inside.loaders import Meter, Meters
+from flatout.inside.patches import Patches
 
 SAMPLE_S = 20e-6
 
@@ -61,6 +65,32 @@ def test_what_goes_by_unmeasured_counts_like_what_was_measured(monkeypatch: pyte
     assert 0 < report.sample_ms.count < 400
     assert report.sample_ms.high == pytest.approx(SAMPLE_S * 1e3, rel=0.02), "its first sample is a worker's start"
     assert report.sample_wall_s == pytest.approx(899 * SAMPLE_S), "but its time counts, once"
+
+
+class Threads(Dataset[int]):
+    """Tells how many threads the process has that loads it."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return threading.active_count()
+
+
+def test_a_worker_that_stays_is_measured_as_one_over_all_epochs(tmp_path: Path) -> None:
+    """GIVEN persistent workers, for which torch makes a fetcher anew in each epoch
+    THEN none of them starts threads of ours in each, and the samples of all epochs are counted."""
+    meters = Meters(Patches(), in_worker=lambda: None)
+    meters.start(tmp_path)
+    loader = DataLoader(Threads(), batch_size=4, num_workers=1, persistent_workers=True)
+    try:
+        threads = [next(iter(loader)).max().item() for _ in range(5)]
+    finally:
+        del loader
+        meters.finish()
+    records = [json.loads(line) for line in (tmp_path / "workers-00000.jsonl").read_text().splitlines()]
+    assert len(set(threads[1:])) == 1, "after the first batch, with which those of torch begin"
+    assert [record["samples"] for record in records if record["record"] == "worker"][-1] == 20
 
 
 @pytest.mark.parametrize(("holds", "filled"), [("cache", "Caching, cache"), ("rows", "Caching, rows"), ("", None)])
