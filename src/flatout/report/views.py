@@ -192,7 +192,7 @@ def as_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        value = [f"{name.replace('_', ' ')} {as_text(item)}" for name, item in value.items()]
+        value = [f"{str(name).replace('_', ' ')} {as_text(item)}" for name, item in value.items()]
     if isinstance(value, list | tuple):
         separator = "; " if value and isinstance(value[0], dict) else ", "
         return separator.join(map(as_text, value))[:MAX_TEXT] or "none"

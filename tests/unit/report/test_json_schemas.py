@@ -25,6 +25,7 @@ from flatout.fix.search import Search
 from flatout.fix.try_edit import EditResult, TryOut
 from flatout.report import RecordedRun, TrySummary, compare, read_run, summarize
 from flatout.report.account import Price
+from flatout.report.page import page
 from flatout.trace import Facts
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +60,11 @@ def test_a_schema_is_one_and_refuses_a_key_that_it_does_not_have(name: str) -> N
 @pytest.mark.parametrize("recording", [path.stem for path in RECORDINGS])
 def test_a_report_is_as_documented(recording: str, tmp_path: Path) -> None:
     assert mismatches(recorded(recording, tmp_path).to_json(), "run.json") == []
+
+
+@pytest.mark.parametrize("recording", [path.stem for path in RECORDINGS])
+def test_a_report_can_be_shown(recording: str, tmp_path: Path) -> None:
+    assert recording in page(recorded(recording, tmp_path))
 
 
 def test_all_that_can_be_in_force_is_documented() -> None:
