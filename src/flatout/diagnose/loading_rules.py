@@ -70,10 +70,12 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
 
 def few_shards(metrics: RankMetrics) -> Finding | None:
     """A stream has fewer shards than the loader has workers."""
-    loader, saved, gave = metrics.loader, metrics.data_saved, {}
+    loader, saved = metrics.loader, metrics.data_saved
+    gave: dict[int, int] = {}
     for report in metrics.rank.workers:
         if report.dataset == loader.class_name and report.worker is not None:
-            gave[report.worker] = report.samples
+            # One that evaluation starts anew for a few batches may be gone before it has read any.
+            gave[report.worker] = gave.get(report.worker, 0) + report.samples
     working = sum(samples > 0 for samples in gave.values())
     idle = len(gave) - working
     if not loader.iterable or saved < MIN_SHARE or not working or not idle:

@@ -835,6 +835,8 @@ def test_a_stream_with_fewer_shards_than_workers() -> None:
     assert found.gain_high <= 1 / (1 - found.share) + 1e-9
     all_read = tuple(dataclasses.replace(busy, worker=n, pid=2000 + n) for n in range(4))
     assert "data.few-shards" not in codes(trace(*STARVED, loader=loader, workers=all_read))
+    stopped = tuple(dataclasses.replace(one, pid=3000 + one.worker, samples=0) for one in idle)
+    assert "data.few-shards" not in codes(trace(*STARVED, loader=loader, workers=(*all_read, *stopped)))
 
 
 def growing(*step_ms: float) -> Trace:
