@@ -74,7 +74,7 @@ def few_shards(metrics: RankMetrics) -> Finding | None:
     gave: dict[int, int] = {}
     for report in metrics.rank.workers:
         if report.dataset == loader.class_name and report.worker is not None:
-            # One that evaluation starts anew for a few batches may be gone before it has read any.
+            # One that evaluation starts again for a few batches may be gone before it has read any.
             gave[report.worker] = gave.get(report.worker, 0) + report.samples
     working = sum(samples > 0 for samples in gave.values())
     idle = len(gave) - working

@@ -78,7 +78,7 @@ class Threads(Dataset[int]):
 
 
 def test_a_worker_that_stays_is_measured_as_one_over_all_epochs(tmp_path: Path) -> None:
-    """GIVEN persistent workers, for which torch makes a fetcher anew in each epoch
+    """GIVEN persistent workers, for which torch makes a new fetcher in each epoch
     THEN none of them starts threads of ours in each, and the samples of all epochs are counted."""
     meters = Meters(Patches(), in_worker=lambda: None)
     meters.start(tmp_path)
