@@ -141,7 +141,7 @@ def _idle_by_phase(metrics: RankMetrics) -> dict[str, float]:
     """The share of the time in which the GPU stands idle, by phase; without a GPU, what is no computing."""
     idle: dict[str, float] = {}
     for part in metrics.breakdown.training:
-        if part.name not in _NO_WAIT:
+        if part.name not in _NO_WAIT and part.share > 0:
             idle[part.name] = idle.get(part.name, 0.0) + _idle_share(metrics, part)
     own_code = sum(metrics.own_code_inside.values())
     if metrics.on_gpu:
@@ -156,6 +156,9 @@ def _idle_by_phase(metrics: RankMetrics) -> dict[str, float]:
         idle[LAUNCH] = launch - own_code
     if own_code:
         idle[REST] = idle.get(REST, 0.0) + own_code
+    room, total = 1.0 - metrics.share("flatout"), sum(idle.values())
+    if total > room:  # clocks that contradict each other
+        return {phase: share * room / total for phase, share in idle.items()}
     return idle
 
 

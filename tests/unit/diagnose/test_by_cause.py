@@ -19,6 +19,7 @@ from flatout.model.causes import Finding
 from flatout.model.hardware_samples import ProcessSample
 from flatout.model.records import Frame, Stacks, StackTime
 from flatout.trace import Trace
+from flatout.trace.downsample import window_of
 
 NO_GPU = {"facts": {"gpu": None}, "xray": None}
 DANGERS = ("memory.host", "memory.pressure")
@@ -125,6 +126,53 @@ def trainings(draw: st.DrawFn) -> Trace:
 @given(trainings())
 def test_the_account_of_any_training_adds_up_and_bounds_every_promise(made: Trace) -> None:
     check_that_it_adds_up(made)
+
+
+def first_steps(count: int, made: Trace) -> Trace:
+    """The same, ended after so many steps."""
+    steps = made.ranks[0].steps[:count]
+    rank = dataclasses.replace(made.ranks[0], steps=steps, windows=(window_of(list(steps)),))
+    return dataclasses.replace(made, ranks=(rank,))
+
+
+BUSY_9_PCT = xray(
+    wall_ms=800.0,
+    busy_ms=72.0,
+    busy_by_phase_ms={"forward": 32.0, "backward": 36.0, "optimizer": 4.0},
+    idle_by_phase_ms={"forward": 288.0, "backward": 364.0, "optimizer": 60.0},
+    kernels=8 * 4104,
+)
+LAUNCHES_LATE = (("forward", 40.0, None, 4.0), ("backward", 50.0, None, 4.5), ("optimizer", 9.0, None, 0.5))
+SLOW = (("data", 12e3, None, None), ("forward", 6e3, None, None), ("rest", 12e3, None, None))
+EXTREMES = {
+    "three steps of 30 s": (first_steps(3, trace(*SLOW, **NO_GPU)), "host.python"),
+    "a GPU that is idle for 91%": (trace(*LAUNCHES_LATE, xray=BUSY_9_PCT, samples=hardware(sm=9.0)), "launch.bound"),
+    "nothing but evaluation": (trace(("evaluation", 20.0, None, None), **NO_GPU), "pause.eval"),
+    "nothing but waiting": (trace(("data", 20.0, None, None), **NO_GPU), "data.collate-bound"),
+    "nothing told apart": (trace(("unsplit", 20.0, None, None), **NO_GPU), "host.python"),
+    "no figures of workers and machine": (
+        trace(("data", 30.0, None, None), ("forward", 10.0, None, None), workers=(), samples=(), **NO_GPU),
+        None,
+    ),
+    "phases below zero": (
+        trace(("data", -10.0, None, None), ("forward", 30.0, None, None), ("rest", 10.0, None, None), **NO_GPU),
+        "host.python",
+    ),
+    "idle time below zero": (trace(("data", 10.0, -5.0, None), *HEALTHY[1:], ("rest", 9.0, -1.0, None)), None),
+    "an X-ray of no time": (trace(("data", 30.0, 30.0, None), *HEALTHY[1:], xray=xray(wall_ms=0.0)), None),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_the_account_of_an_extreme_training_adds_up_and_bounds_every_promise(name: str) -> None:
+    made, verdict = EXTREMES[name]
+    check_that_it_adds_up(made)
+    if verdict is not None:
+        assert diagnose(made)[0].code == verdict
+
+
+def test_of_a_single_step_nothing_is_judged() -> None:
+    assert diagnosis(metrics_of(first_steps(1, trace(*SLOW, **NO_GPU)))).account is None
 
 
 def test_without_a_gpu_each_wait_is_charged_to_its_cause() -> None:
