@@ -312,7 +312,7 @@ def augmentation_on_cpu(metrics: RankMetrics) -> Finding | None:
 def worker_threads(metrics: RankMetrics) -> Finding | None:
     """Workers that each have threads of their own, all together far more than cores."""
     workers, work, machine, saved = metrics.workers, metrics.work, metrics.machine, metrics.data_saved
-    if not workers or machine.cores is None or saved < MIN_SHARE or metrics.elastic:
+    if not workers or machine.cores is None or saved < MIN_SHARE or metrics.elastic or metrics.workers_lack_cores:
         return None
     seen = [p for sample in machine.samples for p in sample.processes if p.role == "worker"]
     threads = max((worker.threads or 0 for worker in seen), default=0) - _OWN_THREADS

@@ -239,6 +239,16 @@ def test_workers_whose_threads_outnumber_the_cores() -> None:
     assert next(f for f in found if f.change == "setting:decode_threads").gain_low == 1.0
 
 
+def test_threads_of_workers_that_lack_a_core_to_others_are_not_to_blame() -> None:
+    """GIVEN a worker with many threads that waits for nothing but a core, which others have THEN those are named."""
+    seen = ProcessSample(pid=1000, role="worker", name="python", cpu_pct=30.0, threads=40)
+    load = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=30.0, run_delay_pct=60.0)
+    full = tuple(dataclasses.replace(one, processes=(load, seen)) for one in hardware(97.0))
+    slow = workers(1, sample_ms=20.0, busy=0.9, on_core=0.3, delay=0.7, worker=True)
+    made = trace(*STARVED, loader={"num_workers": 1}, workers=slow, samples=full)
+    assert [one for one in codes(made) if not one.startswith("compute")] == ["hardware.shared"]
+
+
 def test_workers_that_wait_for_storage() -> None:
     made = trace(
         *STARVED, workers=workers(8, sample_ms=30.0, busy=0.97, on_core=0.1), samples=hardware(10.0, io_pct=60.0)
