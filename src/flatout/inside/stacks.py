@@ -8,7 +8,9 @@ call of the same function. Code objects and numbers are kept, never frames: thos
 from __future__ import annotations
 
 import functools
+import gc
 import linecache
+import operator
 import os
 import site
 import sys
@@ -17,10 +19,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from itertools import islice
+from functools import partial
+from itertools import compress, islice, repeat, takewhile
+from operator import itemgetter
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType, TracebackType
+from typing import Any
 
 import torch
 
@@ -33,6 +38,7 @@ _LOOKS_A_SECOND = 8
 _QUICK_SWITCH_S = 1e-4
 _DEEPEST = 128  # frames of a stack
 _MOST_STACKS, _MOST_KEPT = 300, 4000  # in a record, in memory
+_CALL = operator.methodcaller("__call__")
 _GOLDEN = 0.6180339887  # its multiples never keep step with the training
 
 Line = tuple[CodeType, int]
@@ -237,13 +243,45 @@ def in_words(thread: int) -> str:
 
 def lines_of(thread: int) -> list[Line]:
     """The stack of a thread, innermost line first; empty if the thread has ended."""
+    if sys.version_info[:2] == (3, 11):
+        return _lines_at_once(thread)
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return []
-    return [
-        (frame.f_code, number or _line_before(frame.f_code, frame.f_lasti))
-        for frame, number in islice(walk_stack(innermost), _DEEPEST)
-    ]
+    stack = islice(walk_stack(innermost), _DEEPEST)
+    return [(frame.f_code, number or _line_before(frame.f_code, frame.f_lasti)) for frame, number in stack]
+
+
+def _lines_at_once(thread: int) -> list[Line]:
+    """The same in one call of C, with the garbage collector off: the interpreter's lock is not given up meanwhile.
+
+    Python 3.11 makes a frame's object when somebody asks for it, and that may begin a garbage collection, whose
+    finalizers give up the lock. The frame is gone when they are done, and the process crashes.
+    """
+    was_on: list[bool] = []
+    frames: list[Any] = []
+    codes: list[CodeType | None] = []
+    numbers: list[int | None] = []
+    instructions: list[int] = []
+    innermost = map(dict.get, iter(sys._current_frames, None), repeat(thread))
+    beyond = takewhile(
+        operator.truth, map(getattr, map(itemgetter(-1), repeat(frames)), repeat("f_back"), repeat(None))
+    )
+    # Iterators of lists: what is appended until they come to it counts.
+    steps: tuple[Callable[[], object], ...] = (
+        partial(was_on.extend, islice(iter(gc.isenabled, None), 1)),
+        gc.disable,
+        partial(frames.extend, islice(innermost, 1)),
+        partial(frames.extend, islice(beyond, _DEEPEST - 1)),
+        partial(codes.extend, map(getattr, frames, repeat("f_code"), repeat(None))),
+        partial(numbers.extend, map(getattr, frames, repeat("f_lineno"), repeat(None))),
+        partial(instructions.extend, map(getattr, frames, repeat("f_lasti"), repeat(0))),
+        frames.clear,
+        partial(deque, map(_CALL, compress((gc.enable,), was_on))),
+    )
+    deque(map(_CALL, steps), maxlen=0)
+    read = zip(codes, numbers, instructions, strict=True)
+    return [(code, number or _line_before(code, last)) for code, number, last in read if code is not None]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -250,3 +251,21 @@ def test_a_secret_in_the_name_of_a_file_does_not_come_out() -> None:
     names: dict[str, Any] = {"caller": stacks.caller}
     exec(code, names)
     assert names["look"]() == "runs/api_key=***:2"
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions make no frames when they are asked for")
+def test_no_garbage_collection_begins_while_frames_are_made() -> None:
+    """Its finalizers would let the other thread go on, and frames vanish while they are made: that crashes Python."""
+    code = """
+import gc, sys, threading
+from flatout.inside.stacks import lines_of
+was_on = []
+sys.addaudithook(lambda event, _: event == "sys._current_frames" and was_on.append(gc.isenabled()))
+assert [code.co_name for code, _ in lines_of(threading.get_ident())][-1] == "<module>"
+assert lines_of(1) == [] and gc.isenabled()
+gc.disable()
+lines_of(threading.get_ident())
+print(was_on, gc.isenabled())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("[False, False, False] False\n", "")
