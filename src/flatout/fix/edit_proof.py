@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ Check = Callable[[Run, Run], str | None]
 
 def same_training(before: Run, after: Run, again: Run | None = None) -> Proof:
     """Whether `after`, which followed `before`, is the same training, as far as both were watched."""
+    # Nothing was asked of its run: what a flatout.apply of its own need not or cannot do shows in what is compared.
+    after = replace(after, refused={})
     if broken := cannot_compare(before, after):
         return broken
     if _sees_data(before) and not _sees_data(after):

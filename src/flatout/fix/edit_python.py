@@ -114,6 +114,11 @@ class PythonText(EditedText):
         action = argument(call, "action") if call is not None else None
         return getattr(action, "value", "") == "store_true" or last_name(action) == "BooleanOptionalAction"
 
+    def spellings(self, option: str) -> list[str]:
+        """What an option of argparse may be called: -n and --num-workers."""
+        call = self._declaration(option)
+        return [one.value for one in call.args if isinstance(one, ast.Constant)] if call is not None else []
+
     def _declaration(self, option: str) -> ast.Call | None:
         calls = [node for node in self._nodes if isinstance(node, ast.Call) and _declares(node, option)]
         return calls[0] if len(calls) == 1 else None

@@ -145,7 +145,7 @@ class _Editor:
                 return False
             value = ""
         if at is not None and "=" in self.command[at]:
-            self.command[at] = f"{option}={value}"
+            self.command[at] = f"{self.command[at].partition('=')[0]}={value}"
         elif at is not None and at + 1 < len(self.command):
             self.command[at + 1] = value
         elif at is None and script_of(self.command):
@@ -155,7 +155,9 @@ class _Editor:
         return True
 
     def _given_at(self, option: str) -> int | None:
-        return next((at for at, word in enumerate(self.command) if word.partition("=")[0] == option), None)
+        """Where the command gives an option, in any of its spellings."""
+        names = {option}.union(*(text.spellings(option) for text in self._modules()))
+        return next((at for at, word in enumerate(self.command) if word.partition("=")[0] in names), None)
 
     def _modules(self) -> list[PythonText]:
         """The script and its own modules."""

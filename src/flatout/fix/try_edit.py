@@ -66,6 +66,7 @@ class EditResult:
     proof: Proof | None = None
     crash: str = ""  # why it does not run
     needs: str = ""  # what would decide it
+    refused: dict[str, str] = field(default_factory=dict)  # what a flatout.apply of its own did not do, and why
 
     @property
     def is_fast_enough(self) -> bool | None:
@@ -160,6 +161,7 @@ class TryOut:
         run = self._trials.run(self._first if edit is None else f"with {edit.name}", changes, elastic=elastic)
         steps = self._steps or FIRST_STEPS
         if edit is not None:
+            edit.refused = run.refused
             if _fails(run, self._trials.before):
                 edit.crash = run.reason() if run.hung or run.code else "it ends before its speed can be measured"
         elif not run.is_measured or (run.code and run.metrics.breakdown.steps < steps):

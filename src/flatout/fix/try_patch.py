@@ -35,6 +35,8 @@ class PatchResult(EditResult):
 
     MEANT: ClassVar = "as fast as with the plan"
 
+    by_plan: tuple[str, ...] = ()  # the changes that its flatout.apply has to make
+
     @property
     def is_fast_enough(self) -> bool | None:
         """Whether it reaches the plan's speed; None where the runs cannot tell."""
@@ -45,17 +47,26 @@ class PatchResult(EditResult):
     @property
     def outcome(self) -> Outcome:
         """The verdict."""
-        if self.crash or self.is_fast_enough is False or (self.proof is not None and self.proof.standing == "failed"):
+        if self.crash or self.not_made or self.is_fast_enough is False:
+            return "failed"
+        if self.proof is not None and self.proof.standing == "failed":
             return "failed"
         proven = self.proof is not None and self.proof.holds
         return "passed" if proven and self.is_fast_enough else "undecided"
+
+    @property
+    def not_made(self) -> list[str]:
+        """Changes that are in no file and not in force either."""
+        return [
+            f"flatout.apply does not make {name}: {self.refused[name]}" for name in self.by_plan if name in self.refused
+        ]
 
     @property
     def in_words(self) -> str:
         """What was shown, and what was not."""
         if self.crash:
             return f"it does not run: {self.crash}"
-        words = []
+        words = [*self.not_made]
         if self.proof is not None:
             standing = {"failed": "not the same training as with the plan", "not proven": "training not compared"}
             words.append(f"{standing.get(self.proof.standing, 'trains as with the plan')} ({self.proof.text})")
@@ -122,7 +133,7 @@ def _tried(
             return _with(patch, "failed", str(problem))
         runner = Launcher(command, folder / "runs", overlay=True, edits={edit.name: edit})
         plan = [change for change in result.kept if change not in patch.unwritten]
-        edits = [PatchResult(name=edit.name)]
+        edits = [PatchResult(name=edit.name, by_plan=tuple(change.name for change in patch.by_plan))]
         out = TryOut(runner, edits, plan=plan, budget_s=budget_s, spent_s=spent_s, steps=steps, progress=progress).run()
         if out.interrupted:
             raise KeyboardInterrupt

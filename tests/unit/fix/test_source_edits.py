@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("-b", "--batch-size", type=int, default=8)
 parser.add_argument("--amp", action="store_true")
 args = parser.parse_args()
 loader = DataLoader(data, batch_size=args.batch_size)  # all of it
@@ -104,6 +104,7 @@ def test_the_diff_is_what_difflib_and_git_understand(folder: Path) -> None:
     [
         ("python train.py --batch-size 16", "--batch-size", 64, "python train.py --batch-size 64"),
         ("python train.py --batch-size=16", "--batch-size", 64, "python train.py --batch-size=64"),
+        ("python train.py --batch-size 16", "-b", 64, "python train.py --batch-size 64"),  # another name for it
         ("python train.py", "--amp", True, "python train.py --amp"),
         ("python train.py", "--lr", 0.1, "python train.py --lr 0.1"),  # declared where nobody can see it
         ("bash train.sh", "--lr", 0.1, None),  # which may drop what is added

@@ -72,6 +72,14 @@ def test_one_that_crashes_fails() -> None:
     assert edit.in_words == "it does not run: exit code 1: NameError: name 'x' is not defined"
 
 
+def test_what_flatout_apply_does_not_make_is_a_failure() -> None:
+    edit = PatchResult(name="the patch", by_plan=("gc_freeze",), refused={"fused_optimizer": "there was no occasion"})
+    assert edit.outcome == "undecided"
+    edit.refused["gc_freeze"] = "other changes are being made"
+    assert edit.outcome == "failed"
+    assert edit.in_words == "flatout.apply does not make gc_freeze: other changes are being made"
+
+
 @pytest.fixture
 def patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FilePatch:
     monkeypatch.chdir(tmp_path)
