@@ -117,7 +117,8 @@ class PythonText(EditedText):
     def spellings(self, option: str) -> list[str]:
         """What an option of argparse may be called: -n and --num-workers."""
         call = self._declaration(option)
-        return [one.value for one in call.args if isinstance(one, ast.Constant)] if call is not None else []
+        values = [one.value for one in call.args if isinstance(one, ast.Constant)] if call is not None else []
+        return [value for value in values if isinstance(value, str)]
 
     def _declaration(self, option: str) -> ast.Call | None:
         calls = [node for node in self._nodes if isinstance(node, ast.Call) and _declares(node, option)]
