@@ -142,6 +142,11 @@ class Recorder:
         """
         if self._open.kind != "train":
             return "setup" if self._open.kind == "warmup" else self._open.kind
+        return self.doing
+
+    @property
+    def doing(self) -> str:
+        """What the thread is doing, in a step of whatever kind."""
         phase = UNSPLIT if self.light else self._between
         if self._stack:
             phase = self._stack[-1][0]
@@ -152,7 +157,7 @@ class Recorder:
 
     @property
     def still_s(self) -> float:
-        """How long the thread has been in its present phase, for another thread; 0 where that is not known."""
+        """How long the thread has been doing that, to be read from another thread; 0 where it is not known."""
         return 0.0 if self.light else self.clock() - self._cut_s
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:

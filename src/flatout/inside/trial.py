@@ -24,7 +24,7 @@ from flatout.files import write_whole
 from flatout.inside.patches import Subscriber
 from flatout.inside.recorder import BACKWARD, FORWARD, HELD, LOSS, OPTIMIZER, SYNC, Recorder
 from flatout.inside.run_facts import ranks
-from flatout.inside.stacks import in_words
+from flatout.inside.stacks import in_words, lines_of
 from flatout.inside.timing import tensors_in
 from flatout.launch.protocol import MOST_STEPS, TURNS, Options
 from flatout.model.stats import BLOCKS, FEW_STEPS, block_means, error_of, half_width
@@ -42,6 +42,7 @@ _KEPT = 4
 _STEPS_EACH, _FEWEST_EACH = 12, 3  # of an X-ray, and of each kind of ceiling
 _COMPUTES = frozenset({FORWARD, LOSS, BACKWARD, OPTIMIZER, SYNC})
 _HUNG_S = 30.0  # in one call, where a step takes half a second at the most: it hangs
+_COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/utils/cpp_extension", "/triton/")
 _FETCHES_A_STEP = 64  # more than this without a step is no training: give the loader back
 
 
@@ -91,10 +92,10 @@ class BoundedRun:
         """From another thread: end the process where a change in its turns has made a call hang. An evaluation, a
         checkpoint or the data may take as long as they like: a change to computing does nothing to them."""
         recorder = self._recorder
-        if self._turns is None or not self._turns.under_way or recorder.phase not in _COMPUTES:
+        if self._turns is None or not self._turns.under_way or recorder.doing not in _COMPUTES:
             return
         still_s = recorder.still_s
-        if still_s > _HUNG_S:
+        if still_s > _HUNG_S and not _builds_kernels(recorder.thread):
             self._turns.give_up(f"it stood still for {still_s:.0f} s at {in_words(recorder.thread)}")
             os._exit(1)
 
@@ -118,6 +119,11 @@ class BoundedRun:
         if kind is not None:
             self._recorder.set_kind(kind)
         return kind is not None
+
+
+def _builds_kernels(thread: int) -> bool:
+    """Whether a thread is in a compiler: with another precision, say, a script's own compiled model compiles again."""
+    return any(part in code.co_filename for code, _ in lines_of(thread) for part in _COMPILERS)
 
 
 class TrialProgress:

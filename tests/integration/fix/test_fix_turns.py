@@ -16,6 +16,9 @@ import sys, time
 import torch
 from flatout.inside import trial
 trial._HUNG_S = 2.0
+compiler = {}
+source = "import time\\ndef build():\\n    for _ in range(50): time.sleep(0.1)"
+exec(compile(source, "/x/torch/_inductor/build.py", "exec"), compiler)
 
 class Net(torch.nn.Module):
     def __init__(self):
@@ -30,6 +33,9 @@ class Net(torch.nn.Module):
             time.sleep(0.05)
         if sys.argv[1] == "crash" and lower:
             x = Broken.apply(x.requires_grad_())
+        if sys.argv[1] == "compiles" and lower and compiler:
+            compiler.pop("build")()
+            compiler.clear()
         if sys.argv[1] == "hang" and lower:
             stand_still()
         if sys.argv[1] == "view":
@@ -95,7 +101,7 @@ def test_a_forward_that_raises_with_a_change_is_repeated_without_it(tmp_path: Pa
     layout, precision = ended.turns
     assert (layout.state, layout.gain) == ("decided", None)
     assert "view size is not compatible" in layout.note
-    assert layout.note.endswith("train.py:24")
+    assert layout.note.endswith("train.py:30")
     assert layout.note == ended.refused["channels_last"]
     assert precision.decision == "faster"
 
@@ -114,7 +120,13 @@ def test_a_call_that_hangs_ends_the_run_and_says_where(tmp_path: Path) -> None:
     precision, layout = ended.turns
     assert (precision.state, layout.state) == ("under way", "not reached")
     assert precision.note.startswith("it stood still for ")
-    assert "train.py:29 stand_still" in precision.note
+    assert "train.py:35 stand_still" in precision.note
+
+
+def test_a_call_in_which_something_is_compiled_may_take_long(tmp_path: Path) -> None:
+    ended = run(tmp_path, "compiles", 100_000, "precision")
+    assert ended.code == 0, ended.output
+    assert [result.decision for result in ended.turns] == ["faster"]
 
 
 def test_a_script_that_ends_too_soon_has_decided_nothing(tmp_path: Path) -> None:

@@ -168,6 +168,17 @@ def test_a_phase_inside_another_takes_its_own_time_only() -> None:
     assert [span.where for span in bench.last.spans if span.name == "sync"] == ["train.py:3"]
 
 
+@pytest.mark.parametrize("kind", ["warmup", "train", "replay"])
+def test_what_the_thread_does_and_for_how_long_is_known_in_steps_of_every_kind(kind: str) -> None:
+    """That a call hangs is seen by it, and changes have their turns in steps that are no plain training."""
+    bench = Bench()
+    bench.train(2)
+    bench.recorder.set_kind(kind)
+    bench.recorder.push("forward")
+    bench.rest(7)
+    assert (bench.recorder.doing, bench.recorder.still_s) == ("forward", pytest.approx(0.007))
+
+
 def test_the_tail_is_what_comes_after_the_last_step() -> None:
     bench = Bench()
     bench.train(2)
