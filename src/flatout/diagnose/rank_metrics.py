@@ -145,7 +145,7 @@ class RankMetrics:
     def samples_a_worker_s(self) -> float | None:
         """Samples a second that one worker can make."""
         made = self.work.total("samples")
-        if self.loader.batch_size is None and not self.loader.iterable and self._samples_a_step:
+        if self.loader.ready_made and not self.loader.iterable and self._samples_a_step:
             made *= max(1.0, self._samples_a_step / self._batches_a_step)  # the dataset hands out whole batches
         return made / self.work.worked_s if self.work.worked_s else None
 

@@ -41,8 +41,9 @@ def exit_in_words(code: int) -> str:
 
 
 def count_of(number: int, thing: str) -> str:
-    """So many of a thing: 1 sample, 1,200 samples."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    """So many of a thing: 1 sample, 1,200 samples, 200 batches."""
+    ending = "es" if thing.endswith("ch") else "s"
+    return f"{number:,} {thing}{'' if number == 1 else ending}"
 
 
 def ms(value: float) -> str:

@@ -64,6 +64,11 @@ class LoaderFacts:
         """The dataset's class, as workers report it."""
         return self.dataset.rpartition(".")[2]
 
+    @property
+    def ready_made(self) -> bool:
+        """Whether the dataset hands out whole batches (`batch_size=None`), and no batch sampler says what is in one."""
+        return self.batch_size is None and self.batch_sampler in (None, "builtins.NoneType")
+
 
 def length_of(sized: Any) -> int | None:
     """How many samples a dataset says it has, or batches a loader."""

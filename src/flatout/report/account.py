@@ -110,10 +110,11 @@ class Workers:
     """What loaded the samples of one dataset: its workers all together, or the training process."""
 
     work: LoaderWork
+    item: str = "sample"  # what its dataset hands out
 
     def __str__(self) -> str:
         """The dataset with its length: training and validation data are often of one class."""
-        return dataset_in_words(self.work.reports[0].dataset, self.work.reports[0].length)
+        return dataset_in_words(self.work.reports[0].dataset, self.work.reports[0].length, self.item)
 
     @cached_property
     def at_once(self) -> int:
@@ -135,7 +136,7 @@ class Workers:
         """Who loaded how much of it, and how fast."""
         work, who = self.work, count_of(self.at_once, "worker") if self.at_once else "the training process"
         median, worst = work.sample_ms.quantile(0.5) or 0.0, work.sample_ms.high
-        text = f"{who} load{'s' * (self.at_once < 2)} {self}: {ms(median)} a sample (at worst {ms(worst)})"
+        text = f"{who} load{'s' * (self.at_once < 2)} {self}: {ms(median)} a {self.item} (at worst {ms(worst)})"
         if work.on_core is not None:
             text += f", {min(1.0, work.on_core):.0%} of it on a core"
         if work.transforms_ms:
@@ -255,8 +256,10 @@ class RecordedRun:
         groups: dict[tuple[str, int | None], list[WorkerReport]] = {}
         for report in self.first.workers:
             groups.setdefault((report.dataset, report.length), []).append(report)
-        works = (LoaderWork(tuple(reports)) for reports in groups.values())
-        return tuple(Workers(work) for work in works if work.total("samples"))
+        works = ((key, LoaderWork(tuple(reports))) for key, reports in groups.items())
+        batches = {(loader.class_name, loader.length) for loader in self.facts.loaders if loader.ready_made}
+        items = {key: "batch" if key in batches else "sample" for key in groups}
+        return tuple(Workers(work, items[key]) for key, work in works if work.total("samples"))
 
     @cached_property
     def model_flops(self) -> dict[str, Any] | None:
@@ -439,9 +442,9 @@ def _xray_to_json(xray: Xray) -> dict[str, Any]:
     return {name: _quantiles(item) if isinstance(item, Sketch) else item for name, item in data.items()}
 
 
-def dataset_in_words(name: str, length: int | None) -> str:
+def dataset_in_words(name: str, length: int | None, item: str = "sample") -> str:
     """A dataset, and its length where it is known."""
-    return name if length is None else f"{name} of {count_of(length, 'sample')}"
+    return name if length is None else f"{name} of {count_of(length, item)}"
 
 
 # The end

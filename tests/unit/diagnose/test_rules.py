@@ -249,6 +249,14 @@ def test_threads_of_workers_that_lack_a_core_to_others_are_not_to_blame() -> Non
     assert [one for one in codes(made) if not one.startswith("compute")] == ["hardware.shared"]
 
 
+@pytest.mark.parametrize(("batch_sampler", "rate"), [("builtins.NoneType", 64_000.0), ("torch.BatchSampler", 1_000.0)])
+def test_how_fast_a_worker_is_where_the_loader_has_no_batch_size(batch_sampler: str, rate: float) -> None:
+    """GIVEN a dataset that hands out whole batches, or a batch sampler, as accelerate makes its loaders."""
+    loader = {"batch_size": None, "batch_sampler": batch_sampler}
+    [metrics] = metrics_of(trace(loader=loader, workers=workers(8, sample_ms=1.0)))
+    assert metrics.samples_a_worker_s == pytest.approx(rate)
+
+
 def test_workers_that_wait_for_storage() -> None:
     made = trace(
         *STARVED, workers=workers(8, sample_ms=30.0, busy=0.97, on_core=0.1), samples=hardware(10.0, io_pct=60.0)

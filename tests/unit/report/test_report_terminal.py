@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from report_runs import looks, printed, rank_of, recorded, report_of, steps_of, trace_of, worker
+from report_runs import facts, looks, printed, rank_of, recorded, report_of, steps_of, trace_of, worker
 
 from flatout.check import NOT_APPLICABLE, Checklist, Line
 from flatout.diagnose.breakdown import Breakdown
@@ -179,6 +179,21 @@ def test_times_of_microseconds_are_not_shown_as_zero() -> None:
     said = " ".join(printed(lambda console: show(shown, console)).split())
     assert "the training process loads Photos: 40 µs a sample (at worst 0.30 ms)" in said
     assert "10 µs in Rotate" in said
+
+
+@pytest.mark.parametrize(
+    ("batch_sampler", "said"),
+    [
+        ("builtins.NoneType", "Photos of 200 batches: 10.0 ms a batch"),
+        ("torch.BatchSampler", "Photos of 200 samples: 10.0 ms a sample"),
+    ],
+)
+def test_a_dataset_that_hands_out_batches_is_not_said_to_hand_out_samples(batch_sampler: str, said: str) -> None:
+    """GIVEN batch_size=None without a batch sampler, and with one, as accelerate makes its loaders."""
+    known = facts(loader={"length": 200, "batch_size": None, "batch_sampler": batch_sampler})
+    rank = rank_of(steps_of([10.0] * 60), workers=(replace(worker(None), length=200),), facts=known)
+    shown = report_of(trace_of(rank))
+    assert said in " ".join(printed(lambda console: show(shown, console)).split())
 
 
 def test_the_speed_of_all_ranks_is_shown_beside_that_of_the_first() -> None:
