@@ -9,6 +9,7 @@ their methods name.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 import sys
@@ -97,7 +98,8 @@ def _state_of_numbers(part: Any) -> dict[Any, Any]:
             state["version"] = part._version
         if part.device.type == "cpu" and part.is_contiguous():
             flat = part.detach().reshape(-1)
-            state["values"] = str(flat[:: 1 + len(flat) // _MAX_ENTRIES].tolist())
+            some = flat[:: 1 + len(flat) // _MAX_ENTRIES].contiguous()
+            state["values"] = ctypes.string_at(some.data_ptr(), some.nbytes)  # a list of them takes fifty times as long
     elif part.flags.c_contiguous and not part.dtype.hasobject and not _is_mapped(part):
         state["values"] = part.reshape(-1)[:: 1 + part.size // _MAX_ENTRIES].tobytes()
     return state

@@ -170,18 +170,20 @@ class Timing:
 
         return get
 
-    def _watched(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._guarded(self._recording.loaders.before_batch, loader)
-        try:
-            return fetch(*args, **kwargs)
-        finally:
-            self._guarded(self._recording.loaders.after_batch, loader)
-
     def _fetch(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A batch, fetched or replayed, with the waiting for it timed."""
+        """A batch, with the waiting for it timed; a look at its dataset, before and after, is our own work."""
+        recorder, loaders = self._recorder, self._recording.loaders
+        if loader not in loaders.watched:
+            return self._fetch_timed(loader, fetch, *args, **kwargs)
+        self._guarded(recorder.as_own, functools.partial(loaders.before_batch, loader))
+        try:
+            return self._fetch_timed(loader, fetch, *args, **kwargs)
+        finally:
+            self._guarded(recorder.as_own, functools.partial(loaders.after_batch, loader))
+
+    def _fetch_timed(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A batch, fetched or replayed."""
         recorder, ceiling, learns = self._recorder, self._recording.ceiling, torch.is_grad_enabled()
-        if loader in self._recording.loaders.watched:
-            fetch = functools.partial(self._watched, loader, fetch)
         if recorder.light:
             if learns and loader in recorder.train_loaders:
                 return self._fetch_lightly(loader, fetch, *args, **kwargs)

@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import flatout
+from flatout.feed.dataset_check import DatasetCheck
 
 BATCH = 4
 FEATURES = 6
@@ -490,6 +491,23 @@ def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]])
         return  # our own workers may be ended before their last word
     assert sum(report.samples for report in observed.rank.workers) == 48
     assert observed.rank.workers[0].random_used == ("torch",)
+
+
+def test_a_look_at_the_dataset_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN looks at the dataset, before each batch, that take 20 ms THEN they are our own work."""
+    monkeypatch.setattr(DatasetCheck, "changed", lambda _check: time.sleep(0.02))
+
+    def train() -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in DataLoader(Indexed(40), batch_size=2):
+            learn(model, optimizer, x, y)
+
+    spans = [span for step in observe(tmp_path, train).steps for span in step.spans]
+    looks_ms = sum(span.host_ms for span in spans if span.name == "flatout")
+    waits_ms = sum(span.host_ms for span in spans if span.name == "data")
+    assert looks_ms > 18 * 20
+    assert waits_ms < looks_ms / 2
 
 
 @pytest.mark.parametrize("new_loader", [True, False])
