@@ -47,7 +47,9 @@ def count_of(number: int, thing: str) -> str:
 
 
 def ms(value: float) -> str:
-    """Milliseconds with as many digits as mean something: 20 µs, 9.31 ms, 1.20 s."""
+    """Milliseconds with as many digits as mean something: 0.2 µs, 20 µs, 9.31 ms, 1.20 s."""
+    if 0 < value < 0.00095:
+        return f"{value * 1e3:.1g} µs"
     if value < 0.0995:
         return f"{value * 1e3:.0f} µs"
     if value < 10:

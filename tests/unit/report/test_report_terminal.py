@@ -10,6 +10,7 @@ from report_runs import facts, looks, printed, rank_of, recorded, report_of, ste
 
 from flatout.check import NOT_APPLICABLE, Checklist, Line
 from flatout.diagnose.breakdown import Breakdown
+from flatout.model.formatting import ms
 from flatout.model.records import ExactLines, Facts, OwnCost, StackCount
 from flatout.report import run_of, view_of
 from flatout.report.comparison import compare
@@ -179,6 +180,7 @@ def test_times_of_microseconds_are_not_shown_as_zero() -> None:
     said = " ".join(printed(lambda console: show(shown, console)).split())
     assert "the training process loads Photos: 40 µs a sample (at worst 0.30 ms)" in said
     assert "10 µs in Rotate" in said
+    assert [ms(value) for value in (0.0, 0.0002, 0.0009, 0.001, 0.04)] == ["0 µs", "0.2 µs", "0.9 µs", "1 µs", "40 µs"]
 
 
 @pytest.mark.parametrize(
