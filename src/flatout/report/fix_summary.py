@@ -198,9 +198,10 @@ class FixSummary:
             lines.append(f"by flatout.apply, which reads the plan: {all_in_words(patch.by_plan)}")
         if patch.unwritten:
             lines.append(f"not in it, so train with the plan: {all_in_words(patch.unwritten)}")
-        if patch.files:
+        failed = patch.outcome == "failed"
+        if patch.files and not failed:
             to_copy.append(f"git apply {shlex.quote(str(patch.file))}")
-        if redact_command(patch.command) != self.command:
+        if redact_command(patch.command) != self.command and not failed:
             to_copy.append(shlex.join(redact_command(patch.command)))
         names = ", ".join(map(str, patch.files))
         return [Item(f"{patch.file}: {names}" if names else "no file to edit", lines=lines, to_copy=to_copy)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +13,13 @@ import numpy as np
 import pytest
 from simulated_world import Machine, World
 
+from flatout.cli import main
 from flatout.fix import try_patch as module
+from flatout.fix.offers import Wishes
 from flatout.fix.patch import FilePatch
 from flatout.fix.result import FixResult, ProgressListener
 from flatout.fix.runs import EDIT
+from flatout.fix.search import Search
 from flatout.fix.try_edit import TryOut
 from flatout.fix.try_patch import PatchResult, try_patch
 from flatout.model.plan import Change
@@ -110,3 +115,33 @@ def test_one_that_does_not_apply_has_failed(patch: FilePatch, monkeypatch: pytes
     was, said = outcome(patch)
     assert was == "failed"
     assert said.endswith("does not apply: train.py is not as the hunk at line 1 expects it")
+
+
+def test_apply_leaves_files_alone_whose_patch_has_failed(
+    patch: FilePatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN a fix that has kept something, WHEN its patch fails, THEN it is written, and --force alone applies it."""
+    failed = replace(patch, outcome="failed", tried="it does not run: exit code 1")
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "add", "train.py"], check=True)
+    name = ("-c", "user.name=x", "-c", "user.email=x@example.com")
+    subprocess.run(["git", *name, "commit", "-q", "-m", "one"], check=True)
+    found = Search(World(machine=SLOW, workers=0), Wishes(), budget_s=600).run()
+    monkeypatch.setattr("flatout.fix.fix_command.fix", lambda *_, **__: found)
+    monkeypatch.setattr("flatout.fix.source_edits.patch_of", lambda *_: patch)
+    monkeypatch.setattr("flatout.fix.try_patch.try_patch", lambda *_, **__: failed)
+
+    def fix(*more: str) -> object:
+        words = ["flatout", "fix", "--diff", "fix.diff", "--apply", *more, "--", sys.executable, "train.py"]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    assert fix() == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("flatout: --apply edited nothing: the patch has failed (it does not run: exit code 1)")
+    assert Path("fix.diff").read_bytes() == patch.diff()
+    assert Path("train.py").read_text() == "one\n"
+    assert not fix("--force")
+    assert Path("train.py").read_text() == "two\n"

@@ -18,6 +18,7 @@ from report_runs import printed
 from simulated_world import Machine, World, flag
 
 from flatout.fix.offers import Wishes
+from flatout.fix.patch import FilePatch
 from flatout.fix.result import Attempt
 from flatout.fix.search import Search
 from flatout.fix.speed import Gain
@@ -59,6 +60,21 @@ def test_the_terminal_shows_what_was_kept_its_proof_and_the_next_command(starved
     assert "reseeded: 60 batches: the same samples in the same order" in text
     assert "to make it permanent: import flatout, and flatout.DataLoader(" in text
     assert text.rstrip().endswith("Train with it:  flatout run --plan flatout-plan.yaml -- python train.py")
+
+
+def test_a_patch_that_has_failed_is_said_first(starved: FixSummary) -> None:
+    files = {Path("train.py"): (b"one", b"two")}
+    patch = FilePatch(file=Path("fix.diff"), files=files, command=starved.command)
+    failed = replace(starved, patch=replace(patch, outcome="failed", tried="it does not run: exit code 1"))
+    assert shown(failed).startswith(
+        "Do not use fix.diff, train with the plan: it does not run: exit code 1.\nTrains 4."
+    )
+    assert failed.to_json()["patch"]["outcome"] == "failed"
+    passed = replace(starved, patch=replace(patch, outcome="passed", tried="trains as with the plan (60 steps)"))
+    assert shown(passed).startswith("Trains 4.")
+    assert "  passed: trains as with the plan (60 steps)\n" in shown(passed)
+    assert "the gain above is that of the plan" in shown(failed)
+    assert ("git apply" in shown(passed), "git apply" in shown(failed)) == (True, False)
 
 
 def test_changes_measured_together_show_one_gain(starved: FixSummary) -> None:
