@@ -28,7 +28,7 @@ from benchmarks.planted_scripts import COMMITS, TRAININGS  # noqa: E402
 from benchmarks.truth import PACKAGES, Failed, laid_out  # noqa: E402
 
 STEPS = 30
-BUDGET_S = 80.0  # of the trial of a patch
+BUDGET_S = 150.0  # of the trial of a patch
 WITHIN_S = 900
 _EPOCHS = ("--epochs", "1000")
 # What a training has in place of that of truth.py: few flags that the loader reads, so that defaults are edited.
