@@ -269,7 +269,8 @@ class Search:
                 self._try(replace(offer, changes=rest))
             return
         if self._failed(run) or any(result.state != "decided" for result in run.turns) or not run.turns:
-            self._progress.say(f"{offer.name}: the run ended before all of them had their turns. As one")
+            why = run.reason() if run.code else "the run ended before all of them had their turns"
+            self._progress.say(f"{offer.name}: {why}. As one")
             self._try_as_one(offer)
             return
         passed = self._passed_in_turns(live, run)

@@ -185,6 +185,21 @@ def test_a_run_that_ends_before_all_had_their_turns_is_made_once_more_as_one() -
     assert [trial.what for trial in found.trials[1:3]] == ["precision bf16, in turns", "precision bf16"]
 
 
+def test_a_crash_when_all_had_their_turns_is_told_as_one() -> None:
+    class CrashesLate(World):
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+            run = super().run(changes, steps, trial)
+            return replace(run, code=1, output="ValueError: too late") if changes else run
+
+    said: list[str] = []
+    listener = ProgressListener()
+    listener.say = said.append  # type: ignore[method-assign]
+    world = CrashesLate(facts=IN_FP32)
+    found = Search(world, Wishes(), budget_s=600.0, clock=world.clock, progress=listener).run()
+    assert verdicts(found)["precision"] == "unsafe"
+    assert "precision bf16: exit code 1: ValueError: too late. As one" in said
+
+
 def test_what_gives_nothing_is_undone_and_says_so() -> None:
     world = World(facts=IN_FP32, effects={"precision": lambda m, _: replace(m, compute_ms=0.995 * m.compute_ms)})
     found = fix(world)
