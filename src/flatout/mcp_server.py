@@ -2,9 +2,8 @@
 
 agent ─► a tool ─► flatout VERB --json, in a process of its own ─► its JSON, shortened, and the next sensible call
 
-So a training that crashes or hangs ends that process, not the server. What goes wrong is a result with `error` and
-`next`: of an exception an agent may not see the text.
-"""
+So a training that crashes or hangs ends that process, not the server. What goes wrong is a result
+with `error` and `next`: of an exception an agent may not see the text."""
 
 from __future__ import annotations
 
@@ -85,13 +84,15 @@ async def report(folder: Folder, trace: Trace) -> Data:
 
 @server.tool()
 async def hot_lines(folder: Folder, trace: Trace) -> Data:
-    """List the lines of a recorded run that took the time, with their source and share, and its time by cause."""
+    """List the lines of a recorded run that took the time, with their source and share, and its time
+    by cause."""
     return await _flatout("report", folder, [], [trace], after=_after_hot_lines, keys=("lines", "account"))
 
 
 @server.tool()
 async def explain(code: str = "") -> Data:
-    """Explain a cause, a symptom or a change: what it is, how to make sure, what to do. Without a code: a list."""
+    """Explain a cause, a symptom or a change: what it is, how to make sure, what to do. Without a
+    code: a list."""
     try:
         text = guide.explain(code) if code else guide.overview()
     except UsageError as problem:
@@ -103,7 +104,8 @@ async def explain(code: str = "") -> Data:
 async def try_patch(
     folder: Folder, command: Command, patch_text: Patch, budget_s: int = 240, limit_s: Limit = 900
 ) -> Data:
-    """Try an edit of a training's code: is it faster, and is it the same training? Your files stay as they are."""
+    """Try an edit of a training's code: is it faster, and is it the same training? Your files stay as
+    they are."""
     with tempfile.TemporaryDirectory(prefix="flatout-mcp-") as scratch:
         patch = Path(scratch) / "edit.diff"
         write_whole(patch, patch_text)
@@ -115,9 +117,8 @@ async def try_patch(
 async def fix(folder: Folder, command: Command, budget_s: int = 240, allow: str = "", limit_s: Limit = 900) -> Data:
     """Try the usual changes on a training, keep those that are faster and proven to leave it the same.
 
-    No file of yours is edited; what was kept is in a plan. With `allow`, such as batch-size, changes to learning are
-    tried too.
-    """
+    No file of yours is edited; what was kept is in a plan. With `allow`, such as batch-size, changes
+    to learning are tried too."""
     options = ["--budget", f"{budget_s}s", "--allow", allow]
     return await _flatout("fix", folder, options, command, after=_after_fix, limit_s=limit_s)
 
@@ -174,7 +175,8 @@ async def _flatout(
     limit_s: float = 120,
     keys: Sequence[str] = (),
 ) -> Data:
-    """The JSON of a verb, of all its keys or of these; where there is none, `error` and what was printed last."""
+    """The JSON of a verb, of all its keys or of these; where there is none, `error` and what was
+    printed last."""
     tool = _TOOLS.get(verb, verb)
     try:
         with tempfile.TemporaryDirectory(prefix="flatout-mcp-") as scratch, tempfile.TemporaryFile() as output:
@@ -244,7 +246,8 @@ def _last_of(output: IO[bytes]) -> str:
 
 
 def fitted(data: Data, most_bytes: int = MOST_BYTES) -> Data:
-    """The same, its longest lists, mappings and texts cut from the end until it fits; `left_out` says how much."""
+    """The same, its longest lists, mappings and texts cut from the end until it fits; `left_out` says
+    how much."""
     left_out: dict[str, int] = {}
     data = json.loads(json.dumps(data))
     while len(json.dumps(data, indent=2)) > most_bytes:

@@ -1,4 +1,5 @@
-"""Notebooks: `%load_ext flatout`, then `%%flatout` above the code of the cell that trains, or `%%flatout fix`.
+"""Notebooks: `%load_ext flatout`, then `%%flatout` above the code of the cell that trains, or
+`%%flatout fix`.
 
     %%flatout ────────► attach ─► the cell's code, in the kernel ─► a summary, and the report as a page
     %%flatout fix ────► the notebook as a script ─► `flatout fix`, beside the kernel ─► what it has kept
@@ -137,7 +138,8 @@ def _compiled(shell: Any, line: str, cell: str) -> list[CodeType]:
 
 
 def _number_of_cell(shell: Any) -> int:
-    """The number in In[…] of the cell that runs; the count is that of the next one in newer versions of IPython."""
+    """The number in In[…] of the cell that runs; the count is that of the next one in newer versions
+    of IPython."""
     history = shell.history_manager.input_hist_raw
     return min(int(shell.execution_count), len(history) - 1) if len(history) > 1 else int(shell.execution_count)
 
@@ -154,9 +156,8 @@ def _show_from_the_cell_on(shell: Any, raised: BaseException) -> None:
 def attach(trace: str | Path | None = None, *, xray: bool = True) -> start.Attachment:
     """Record this process from now on, into `trace` (default: a new folder in flatout-runs).
 
-    As a `with` block it ends with a summary. Under `flatout run` the recording that is going on is given back;
-    with FLATOUT=off nothing is recorded.
-    """
+    As a `with` block it ends with a summary. Under `flatout run` the recording that is going on is
+    given back; with FLATOUT=off nothing is recorded."""
     return start.attach(trace, xray=xray, name=_name(), show=show)
 
 
@@ -238,7 +239,8 @@ def _in_cells(text: str, *, script: Path, place: str, begins: Cells) -> str:
 
 
 def _run_beside(command: list[str], in_cells: Callable[[str], str]) -> int:
-    """Run a command and print what it says; its exit code. An interrupt is passed on, the second one ends it."""
+    """Run a command and print what it says; its exit code. An interrupt is passed on, the second one
+    ends it."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -266,8 +268,8 @@ def _run_beside(command: list[str], in_cells: Callable[[str], str]) -> int:
 
 
 def _cells_up_to(shell: Any, cell: str) -> tuple[str, list[tuple[int, str]]]:
-    """How to call a cell, and the cells up to this one by their numbers: as the notebook was saved, if this one is
-    in it; else as they were run, each once."""
+    """How to call a cell, and the cells up to this one by their numbers: as the notebook was saved,
+    if this one is in it; else as they were run, each once."""
     saved = _saved_cells()
     for count, (_, source) in enumerate(saved, 1):
         if source.lstrip().startswith("%%flatout") and _body(source) == cell.strip():
@@ -309,7 +311,8 @@ def _saved_cells() -> list[tuple[int, str]]:
 
 
 def _in_colab() -> dict[str, Any]:
-    """The notebook as Google Colab has it, whose files are elsewhere; empty outside, or where no answer comes."""
+    """The notebook as Google Colab has it, whose files are elsewhere; empty outside, or where no
+    answer comes."""
     answer: dict[str, Any] = {}
     if "google.colab" in sys.modules:
         with suppress(Exception):

@@ -1,4 +1,5 @@
-"""Hides secrets: commands, settings and texts pass through here on their way to a trace, a report or a terminal.
+"""Hides secrets: commands, settings and texts pass through here on their way to a trace, a report or
+a terminal.
 
 A secret is known by the words of its name (`openaiKey`, `--hf-token`, `DB_PASS`) or by the shape of its value
 (`Bearer …`, `ghp_…`, a password in a URL). In doubt it is hidden. What has neither such a name nor such a
@@ -58,7 +59,8 @@ def redact_text(text: str) -> str:
 
 
 def redact_code(line: str) -> str:
-    """A line of Python without secrets: where nothing but names and small numbers is written out, there is none."""
+    """A line of Python without secrets: where nothing but names and small numbers is written out,
+    there is none."""
     import ast  # seldom needed
 
     for code in (line, f"{line} pass"):  # the second is for the head of a loop
@@ -69,7 +71,8 @@ def redact_code(line: str) -> str:
 
 
 def _may_hold_a_secret(part: Any) -> bool:
-    """Whether a part of a syntax tree is written-out text or a long number; `pw: hunter2` may be a line of a text."""
+    """Whether a part of a syntax tree is written-out text or a long number; `pw: hunter2` may be a
+    line of a text."""
     value = getattr(part, "value", None)
     is_text = isinstance(value, str | bytes) or type(part).__name__ == "AnnAssign"
     return is_text or (isinstance(value, int) and value > 999)
@@ -248,8 +251,8 @@ _SHAPES = re.compile(
     | (?<=hooks\.slack\.com/)[^\s"']+ | (?<=/api/webhooks/)[^\s"']+""",
     re.X,
 )
-# Programs in whose arguments nothing else shows a secret: as words apart (with \0), in a line of shell, or as Python
-# prints a list of words.
+# Programs in whose arguments nothing else shows a secret: as words apart (with \0), in a line of
+# shell, or as Python prints a list of words.
 _GAP = r"(?:[ \t\0]|\\\n|[\"'],[ ][\"'])+"
 _FEW = rf"(?:{_GAP}[^\s\0;|&\"']+){{0,12}}?"
 _BY_PROGRAM = re.compile(
@@ -274,7 +277,8 @@ _BLOCK = r"[|>][+-]?\n(?:[ \t]+[^\n]*\n?)+"  # of YAML
 _HEADER = re.compile(
     rf"((?:authorization|cookie)2?\\*[\"']?\s{{0,3}}[:=]\s{{0,3}}\\*[\"']?)(?:{_BLOCK}|[^\"'\\\r\n]+)", re.I
 )
-# Names before a value: `?sig=`, `--password `, `password: `, `"password": "`, `api key: `, `os.environ["PW"] = `.
+# Names before a value: `?sig=`, `--password `, `password: `, `"password": "`, `api key: `,
+# `os.environ["PW"] = `.
 _NAMED = re.compile(
     r"""(?<=[?&])(?P<query>[\w.%-]{1,80}=)
     | (?<![\w-])(?P<option>--?[A-Za-z][\w.-]{0,80})(?:\s+|\\*["']\s?,\s?)

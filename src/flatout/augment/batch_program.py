@@ -1,4 +1,5 @@
-"""From a list of operations to plain data for one input size, the numbers it draws, and what is then done in PyTorch.
+"""From a list of operations to plain data for one input size, the numbers it draws, and what is then
+done in PyTorch.
 
     operations ──► BatchProgram ──► draw(index, epoch, seed) ──► a row of float32 a sample ──► apply
                    table of draws, geometry codes,               the drawn numbers, the inverse matrix, the source box
@@ -37,7 +38,8 @@ class PlacedOperation(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """One geometric operation as numbers: the size before, the size after, and the first of its draws in the table."""
+    """One geometric operation as numbers: the size before, the size after, and the first of its draws
+    in the table."""
 
     kind: int
     entry: int
@@ -112,7 +114,8 @@ class BatchProgram:
 
 
 def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
-    """Number the operations, take ColorJitter apart, and refuse an order that cannot be folded into one pass."""
+    """Number the operations, take ColorJitter apart, and refuse an order that cannot be folded into
+    one pass."""
     numbered: list[PlacedOperation] = []
     for operation in operations:
         require(isinstance(operation, Operation), "operations", "a list of augment operations", operation)
@@ -140,7 +143,8 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
 
 
 def _narrows(steps: Sequence[PlacedOperation], place: int) -> int:
-    """Whether a window hides the rest of the source: only if what follows interpolates or leaves the window."""
+    """Whether a window hides the rest of the source: only if what follows interpolates or leaves the
+    window."""
     before, operation, after = steps[:place], steps[place].operation, steps[place + 1 :]
     if any(isinstance(step.operation, _TURNS) for step in before):
         return 0  # a turned window is no box
@@ -154,7 +158,8 @@ def _padding(step: PlacedOperation) -> int:
 
 
 def _rows(step: PlacedOperation, column: int, drawn: tuple[Draw, ...] | BoxDraw) -> Iterator[tuple[float, ...]]:
-    """The table's rows for one operation: is it a box, slot, gate, word, column, p; then the numbers of the draw."""
+    """The table's rows for one operation: is it a box, slot, gate, word, column, p; then the numbers
+    of the draw."""
     p = step.operation.probability
     if isinstance(drawn, BoxDraw):
         ranges = [_single(low, high - low) for low, high in (drawn.area, drawn.log_ratio)]
@@ -166,7 +171,8 @@ def _rows(step: PlacedOperation, column: int, drawn: tuple[Draw, ...] | BoxDraw)
 
 
 def _single(*numbers: float) -> list[float]:
-    """Rounded to float32: so `low + span·u` is rounded just once in float64, with a fused multiply-add or without."""
+    """Rounded to float32: so `low + span·u` is rounded just once in float64, with a fused
+    multiply-add or without."""
     return [float(np.float32(number)) for number in numbers]
 
 
@@ -284,7 +290,8 @@ def apply_masks(program: BatchProgram, masks: Tensor, rows: Tensor, fill: int) -
 
 
 def _places(program: BatchProgram, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in the source each output pixel comes from, B×1×H×W, counted from the centre of the first pixel."""
+    """Where in the source each output pixel comes from, B×1×H×W, counted from the centre of the first
+    pixel."""
     a, b, c, d, e, f = rows[:, program.matrix_column :, None, None, None].unbind(1)[:6]
     height, width = program.out_size
     y = torch.arange(height, device=rows.device, dtype=torch.float32)[:, None] + 0.5

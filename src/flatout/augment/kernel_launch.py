@@ -1,4 +1,5 @@
-"""The kernels: the source is read where the matrix says, every operation is done in registers, the result written once.
+"""The kernels: the source is read where the matrix says, every operation is done in registers, the
+result written once.
 
     draw_kernel   index, epoch, seed ──► a row a sample (`batch_program`)
     pass_kernel   source ──► gather or load ──► point operations ──► store; on the way the sum of the gray values
@@ -41,7 +42,8 @@ STREAM = Tile(32, 32, True, 4)
 
 
 def in_words(images: Tensor) -> bool:
-    """Whether whole words may be read: three channels side by side, every line at a multiple of four bytes."""
+    """Whether whole words may be read: three channels side by side, every line at a multiple of four
+    bytes."""
     strides = images.stride()
     return strides[1:] == (1, strides[2], 3) and not (strides[0] | strides[2] | images.data_ptr()) & 3
 

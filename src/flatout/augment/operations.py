@@ -24,7 +24,8 @@ _MASK = 0xFFFFFFFF
 
 
 class Draw(NamedTuple):
-    """A number drawn for each sample: `low + span·u`, floored if `whole`; `neutral` where the operation sits out."""
+    """A number drawn for each sample: `low + span·u`, floored if `whole`; `neutral` where the
+    operation sits out."""
 
     name: str
     low: float
@@ -180,7 +181,8 @@ class Resize(Geometry):
 
 @dataclass(frozen=True)
 class ResizedCrop(Geometry):
-    """A window of random area and shape (width / height), resized: x ← left + x · window's width / new width."""
+    """A window of random area and shape (width / height), resized: x ← left + x · window's width /
+    new width."""
 
     size: int | Size
     scale: Interval = (0.08, 1.0)
@@ -437,7 +439,8 @@ class Erase(Point):
 
 @dataclass(frozen=True)
 class Blur(Point):
-    """A Gaussian of `kernel_size` taps each way, weights exp(−½ (i / sigma)²) summing to one, edges reflected."""
+    """A Gaussian of `kernel_size` taps each way, weights exp(−½ (i / sigma)²) summing to one, edges
+    reflected."""
 
     kernel_size: int
     sigma: float | Interval = (0.1, 2.0)

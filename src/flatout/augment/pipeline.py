@@ -66,7 +66,8 @@ class Augment(nn.Module):
 
     @staticmethod
     def from_torchvision(transform: object, **options: Any) -> Augment:
-        """The same as a torchvision transform; `notes` says what differs. What cannot be converted is a ValueError."""
+        """The same as a torchvision transform; `notes` says what differs. What cannot be converted is
+        a ValueError."""
         from .torchvision import convert
 
         operations, fill, notes = convert(transform)
@@ -191,7 +192,8 @@ class Schedule(nn.Module):
         return self.at(epoch)(images, masks, epoch=epoch, **arguments)
 
 
-# `torch.compile` is to see one opaque operation: a function of tensors and numbers, which finds its Augment by number.
+# `torch.compile` is to see one opaque operation: a function of tensors and numbers, which finds its
+# Augment by number.
 _alive: weakref.WeakValueDictionary[int, Augment] = weakref.WeakValueDictionary()
 _handles = itertools.count()
 

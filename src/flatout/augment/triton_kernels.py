@@ -1,4 +1,5 @@
-"""The kernels in Triton: the row of a sample, bit for bit that of `batch_program.draw`; and what happens to a pixel.
+"""The kernels in Triton: the row of a sample, bit for bit that of `batch_program.draw`; and what
+happens to a pixel.
 
 A pixel is read where the matrix says, changed in registers, and written once.
 """
@@ -151,7 +152,8 @@ def draw_kernel(
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr, FOLDS: tl.constexpr, SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) draws entry j of the table for a block of samples; the one past the last folds their geometry."""
+    """Program (i, j) draws entry j of the table for a block of samples; the one past the last folds
+    their geometry."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < n
     index = tl.load(index + i, mask=live, other=0)
@@ -199,7 +201,8 @@ def _eight_bytes(word, shift):
 
 @triton.jit
 def _whole(place):
-    """The nearest whole number as a float and an int, by rounding in the adder: slower ways are a fifth of the work."""
+    """The nearest whole number as a float and an int, by rounding in the adder: slower ways are a
+    fifth of the work."""
     rounded = place + 12582912.0  # 1.5 · 2²³
     return rounded - 12582912.0, rounded.to(tl.int32, bitcast=True) - 0x4B400000
 
@@ -449,7 +452,8 @@ def _quarters(values, dtype: tl.constexpr):
 
 @triton.jit
 def _store_quads(sink, px, place, live):
-    """Three channels of 16 bits side by side: four pixels are three words of 64 bits, not twelve small writes."""
+    """Three channels of 16 bits side by side: four pixels are three words of 64 bits, not twelve
+    small writes."""
     r0, r1, r2, r3 = _quarters(px[0], sink.dtype.element_ty)
     g0, g1, g2, g3 = _quarters(px[1], sink.dtype.element_ty)
     b0, b1, b2, b3 = _quarters(px[2], sink.dtype.element_ty)

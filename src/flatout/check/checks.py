@@ -30,7 +30,8 @@ _HAS_ITS_OWN_CONFIG = "Accelerator"  # `accelerate config` may ask for bf16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One subject: its status, why, and what to write instead. `code` is the cause that a run would report."""
+    """One subject: its status, why, and what to write instead. `code` is the cause that a run would
+    report."""
 
     subject: str = ""  # `look_over` fills it in
     status: str
@@ -188,7 +189,8 @@ def _has_lower_precision(training: Training) -> bool:
 
 
 def _misspelled(training: Training) -> Line | None:
-    """A setting that asks for mixed precision, compared with words that it is not: `amp: true` with 'bf16'."""
+    """A setting that asks for mixed precision, compared with words that it is not: `amp: true` with
+    'bf16'."""
     for setting in training.settings.about(*_PRECISION):
         reads = _reads(training, setting.name)
         compared = [node.around for node in reads if isinstance(node.around, ast.Compare)]
@@ -274,7 +276,8 @@ def _is_own_variable(node: Node) -> bool:
 
 
 def _switch(subject: str, fix: str, *other_names: str) -> Callable[[Training], Line | None]:
-    """A check that what a setting asks for, the name that `fix` begins with, is used anywhere in the script."""
+    """A check that what a setting asks for, the name that `fix` begins with, is used anywhere in the
+    script."""
     names = (re.split(r"[^\w.]", fix)[0], *other_names)
 
     def check(training: Training) -> Line | None:
@@ -316,7 +319,8 @@ def _host_waits(training: Training) -> Line | None:
 
 
 def _now_and_then(node: Node, loop: Node) -> bool:
-    """Whether a condition such as `step % 100 == 0` stands between a node and the loop; behind a `continue` it may."""
+    """Whether a condition such as `step % 100 == 0` stands between a node and the loop; behind a
+    `continue` it may."""
     conditions = list(itertools.takewhile(lambda above: above is not loop, parents(node)))
     tests = [above.test for above in conditions if isinstance(above, ast.If | ast.IfExp)]
     return not tests or any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
@@ -332,7 +336,8 @@ def _fetches(call: ast.Call, names: set[str]) -> bool:
 
 
 def _kept_graphs(training: Training) -> Line | None:
-    """`losses.append(loss)` and `total += loss`: each step's graph stays for as long as the list or the sum."""
+    """`losses.append(loss)` and `total += loss`: each step's graph stays for as long as the list or
+    the sum."""
     for loop in training.loops:
         losses = _losses(loop)
         begun = {name for node, stored, _ in _assigned(loop) if isinstance(node, ast.Assign) for name in stored}

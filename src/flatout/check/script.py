@@ -1,4 +1,5 @@
-"""A training script, and its own modules that it imports, as syntax trees; and its loops. Nothing of them is run.
+"""A training script, and its own modules that it imports, as syntax trees; and its loops. Nothing of
+them is run.
 
 Every node knows its `file` and the node `around` it, so the functions here take a node alone.
 """
@@ -67,7 +68,8 @@ class SourceFile:
 
 
 class Script:
-    """The script (its file comes first) and its own modules; `not_read` names those that could not be read."""
+    """The script (its file comes first) and its own modules; `not_read` names those that could not be
+    read."""
 
     def __init__(self, path: Path | None) -> None:
         self.files = [SourceFile(path)] if path is not None else []
@@ -154,7 +156,8 @@ def calls_in(node: Node) -> list[ast.Call]:
 
 
 def evaluates(call: ast.Call) -> bool:
-    """Whether a loader or sampler is not for training: by its name, its dataset, the function it is built in."""
+    """Whether a loader or sampler is not for training: by its name, its dataset, the function it is
+    built in."""
     statement = next((node for node in parents(call) if isinstance(node, ast.stmt)), None)
     parts = [*getattr(statement, "targets", []), argument(call, "dataset", 0)]
     texts = [ast.unparse(part) for part in parts if part is not None]
@@ -164,7 +167,8 @@ def evaluates(call: ast.Call) -> bool:
 
 
 def find_loops(script: Script) -> dict[Node, Node]:
-    """Every loop over batches that trains, or function that trains on one; and the loop over epochs around it."""
+    """Every loop over batches that trains, or function that trains on one; and the loop over epochs
+    around it."""
     places = [next(iter(loops_around(call)), function_of(call)) for call in script.calls("backward", "manual_backward")]
     places += [node for node in script.nodes if getattr(node, "name", "") == "training_step"]
     return {place: _epoch_loop(script, place) for place in places if place is not None}
@@ -178,7 +182,8 @@ def _epoch_loop(script: Script, node: Node) -> Node:
 
 
 def runs_every_time(node: Node, within: Node) -> bool:
-    """Whether a node runs each time `within` does: no condition stands between, and no `continue` above it."""
+    """Whether a node runs each time `within` does: no condition stands between, and no `continue`
+    above it."""
     below = node
     for above in parents(node):
         if isinstance(above, _LOOPS) and below in above.body:

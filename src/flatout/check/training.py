@@ -1,10 +1,9 @@
 """What is known of one training before it runs: its settings, its loader, its loops, and the machine.
 
-Known values are literals, settings, `os.cpu_count()`, and names bound once in their file to one of these.
-Settings are argparse defaults, a config file (YAML or JSON) and flags, each found by its path (`train`, `amp`)
-however the script writes it: `cfg.train.amp`, `config["train"]["amp"]`, `self.args.amp`.
-Everything else is unknown, and no check guesses.
-"""
+Known values are literals, settings, `os.cpu_count()`, and names bound once in their file to one of
+these. Settings are argparse defaults, a config file (YAML or JSON) and flags, each found by its path
+(`train`, `amp`) however the script writes it: `cfg.train.amp`, `config["train"]["amp"]`,
+`self.args.amp`. Everything else is unknown, and no check guesses."""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ _OPTIONS: dict[str, tuple[int | None, object]] = {
     "prefetch_factor": (None, None),
     "persistent_workers": (None, False),
 }
-# Classes of frameworks whose arguments configure the loader, each with its names and defaults for these options.
+# Classes of frameworks whose arguments configure the loader, each with its names and defaults for
+# these options.
 _CONFIGURES_LOADER = {
     name: framework.loader_arguments
     for framework in FRAMEWORKS
@@ -106,7 +106,8 @@ class Training:
         self._configuring = None if loaders else next(iter(self.script.calls(*_CONFIGURES_LOADER)), None)
 
     def option(self, name: str) -> KnownValue:
-        """An option of the training's loader, or of what configures it; without either, a setting of the name."""
+        """An option of the training's loader, or of what configures it; without either, a setting of
+        the name."""
         call, (position, default) = self.loader, _OPTIONS[name]
         if self._configuring is not None:
             call, position = self._configuring, None
@@ -121,7 +122,8 @@ class Training:
         return next(iter(self.settings.about(subject)), UNKNOWN)
 
     def argument(self, call: ast.Call, name: str, position: int | None = None) -> KnownValue | None:
-        """What a call is given under a name; None where it is not given, unknown where that cannot be told."""
+        """What a call is given under a name; None where it is not given, unknown where that cannot be
+        told."""
         node = argument(call, name, position)
         spread = [keyword.value for keyword in call.keywords if keyword.arg is None]
         for mapping in spread if node is None else ():
@@ -132,7 +134,8 @@ class Training:
         return self.value(node).named(name) if node is not None else None
 
     def switched_off(self, node: Node) -> KnownValue | None:
-        """The setting that a node stands under and that is off: `if args.use_amp:`, or a variable that a flag sets."""
+        """The setting that a node stands under and that is off: `if args.use_amp:`, or a variable
+        that a flag sets."""
         below = node
         for above in parents(node):
             if isinstance(above, ast.If) and below in above.body:
@@ -174,7 +177,8 @@ def _items(node: Node) -> dict[str, Node] | None:
 
 
 class KnownSettings:
-    """All settings that are known. A flag replaces a setting of its name, a config file what argparse declares."""
+    """All settings that are known. A flag replaces a setting of its name, a config file what argparse
+    declares."""
 
     def __init__(self, script: Script, flags: tuple[str, ...], config: Path | None) -> None:
         options = _Options(script)
@@ -264,7 +268,8 @@ class _Options:
         return found
 
     def misspelt(self, script: Script, flags: tuple[str, ...]) -> dict[str, str]:
-        """Flags that argparse would refuse, each with the option it resembles; others may be declared elsewhere."""
+        """Flags that argparse would refuse, each with the option it resembles; others may be declared
+        elsewhere."""
         found: dict[str, str] = {}
         options = [*self._long, *self._off]
         takes_others = not script.calls("parse_args") or script.calls("parse_known_args")

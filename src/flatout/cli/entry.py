@@ -1,8 +1,8 @@
-"""The `flatout` command: how verbs and options are declared, and how an error becomes a line and an exit code.
+"""The `flatout` command: how verbs and options are declared, and how an error becomes a line and an
+exit code.
 
-0: done. 1: a gate such as --fail-below said no. 2: a mistake in the command. `flatout run` and `flatout train`
-end with the exit code of what they ran.
-"""
+0: done. 1: a gate such as --fail-below said no. 2: a mistake in the command. `flatout run` and
+`flatout train` end with the exit code of what they ran."""
 
 from __future__ import annotations
 
@@ -229,7 +229,8 @@ def _whose_flag(problem: Exception) -> str:
 
 
 def _open_closed_streams() -> None:
-    """Open what is closed of stdin, stdout and stderr on /dev/null; else files we open would get their numbers."""
+    """Open what is closed of stdin, stdout and stderr on /dev/null; else files we open would get
+    their numbers."""
     for handle in range(3):
         try:
             os.fstat(handle)

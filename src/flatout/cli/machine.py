@@ -1,4 +1,5 @@
-"""What is looked at without a recording, before and during a training: `check`, `doctor`, `hook` and `top`."""
+"""What is looked at without a recording, before and during a training: `check`, `doctor`, `hook` and
+`top`."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def doctor(
 ) -> None:
     """See what flatout finds on this machine, what is missing, and what that costs.
 
-    GPUs and their counters, driver, torch, the cores and memory a training may really use here, optional packages.
-    """
+    GPUs and their counters, driver, torch, the cores and memory a training may really use here,
+    optional packages."""
     if patches:
         from flatout.inside.patches import rows
 
@@ -70,9 +71,9 @@ def hook(
 ) -> None:
     """Let flatout into a Python that ignores PYTHONPATH, or whose PYTHONPATH a script replaces.
 
-    `flatout run` says when this is needed, and for which Python. `install` puts three small files beside that Python's
-    packages. They start flatout under `flatout run`, and do nothing at any other time; `remove` deletes them.
-    """
+    `flatout run` says when this is needed, and for which Python. `install` puts three small files
+    beside that Python's packages. They start flatout under `flatout run`, and do nothing at any other
+    time; `remove` deletes them."""
     require_linux("hook")
     if action not in ("install", "remove", "status"):
         raise UsageError(f"flatout hook {action}: one of install, remove, status is expected")
@@ -114,11 +115,11 @@ def top(
 ) -> None:
     """See what the GPU really does: live, or over a while with a verdict.
 
-    GPU-Util says only that some kernel was running. `top` shows what share of the GPU really worked (SM active), how
-    it varies, and whether the CPU, the disk or the loader's workers hold it up.
+    GPU-Util says only that some kernel was running. `top` shows what share of the GPU really worked
+    (SM active), how it varies, and whether the CPU, the disk or the loader's workers hold it up.
 
-    In a terminal this is a live view; q ends it with a summary. Piped or with --duration it prints a line a sample.
-    """
+    In a terminal this is a live view; q ends it with a summary. Piped or with --duration it prints a
+    line a sample."""
     from flatout.top.top_command import TopOptions, run
 
     options = TopOptions(

@@ -73,7 +73,8 @@ def runs(
     folder: Path = argument("DIR", "The folder of the recordings.", default=Path(RUNS)),
     json: str | None = output_file("the list as JSON"),
 ) -> None:
-    """List recorded runs, the newest first: verdict, speed, how busy the GPU was, cost, git commit, exit code.
+    """List recorded runs, the newest first: verdict, speed, how busy the GPU was, cost, git commit,
+    exit code.
 
     `flatout report flatout-runs/NAME` shows one of them, `flatout compare` two.
     """
@@ -95,9 +96,9 @@ def runs(
 def summarize_runs(folder: Path, *, keep: bool, most: int, quiet: bool, why_empty: str = "", **shown: Any) -> None:
     """Print a summary of each training that a command was.
 
-    Unless told to `keep`, remove recordings without a step, and all but the last `most` beside this one. `why_empty`
-    is said of a recording without a step, unless it was said already why nothing was measured.
-    """
+    Unless told to `keep`, remove recordings without a step, and all but the last `most` beside this
+    one. `why_empty` is said of a recording without a step, unless it was said already why nothing was
+    measured."""
     from flatout.launch.launcher import recordings
     from flatout.launch.protocol import reasons_not_measured
 

@@ -64,17 +64,18 @@ def run(
 ) -> None:
     """Run a training command and say where every second of GPU time went. Your script is not edited.
 
-    `flatout run -- python train.py --epochs 3`, or your own launcher, word for word: torchrun, accelerate launch,
-    bash train.sh, make train. `flatout run train.py` is short for `-- python train.py`;
-    `flatout run train.ipynb` runs the cells of a notebook.
+    `flatout run -- python train.py --epochs 3`, or your own launcher, word for word: torchrun,
+    accelerate launch, bash train.sh, make train. `flatout run train.py` is short for `-- python
+    train.py`; `flatout run train.ipynb` runs the cells of a notebook.
 
-    `--plan FILE` trains with what `flatout fix` has kept; `--auto` with the changes that are safe without any trial.
-    `--tune` measures those while your training runs, keeps what pays, and leaves flatout-plan.yaml.
+    `--plan FILE` trains with what `flatout fix` has kept; `--auto` with the changes that are safe
+    without any trial. `--tune` measures those while your training runs, keeps what pays, and leaves
+    flatout-plan.yaml.
 
     `--lines exact` has py-spy look at the lines from outside: `pip install 'flatout[exact]'`.
 
-    Output, signals and exit code are the command's own; the summary comes after it. FLATOUT=off switches it all off.
-    """
+    Output, signals and exit code are the command's own; the summary comes after it. FLATOUT=off
+    switches it all off."""
     require_linux("run")
     from flatout.launch import launcher
 

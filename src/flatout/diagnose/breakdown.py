@@ -1,12 +1,12 @@
 """Where a rank's time went: by phase (Breakdown), and by line of the user's own code (HotFunction).
 
-The parts of a Breakdown add up to the wall time. Phases of training come from the windows, which cover every step. In
-most steps only waits and pauses were told apart: what those computed, and the GPU's idle time, is split as in the steps
-that were timed closely. Set-up, X-ray, a trial's replays and the tail come from the raw steps.
+The parts of a Breakdown add up to the wall time. Phases of training come from the windows, which
+cover every step. In most steps only waits and pauses were told apart: what those computed, and the
+GPU's idle time, is split as in the steps that were timed closely. Set-up, X-ray, a trial's replays
+and the tail come from the raw steps.
 
-Time of a line counts for the innermost line of the user's, with what it called in a library. Where py-spy has looked,
-a function keeps its time, and its lines share it as py-spy has seen them.
-"""
+Time of a line counts for the innermost line of the user's, with what it called in a library. Where
+py-spy has looked, a function keeps its time, and its lines share it as py-spy has seen them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ SAMPLES, COLLATE = "samples", "collate"  # phases of a worker
 ENOUGH_STEPS, ENOUGH_MS = 20, 500.0  # less of training than this is not judged, unless its steps are slow
 ENOUGH_LOOKS = 10  # fewer show a line by accident
 _WARM_UP_STEPS = 3  # of a ceiling, at most
-# What a line calls outside torch that leaves no frame of Python: numpy in C, a loop, a sleep. `math` is none of it: it
-# stands beside tensors that the time goes to (`q @ k / math.sqrt(d)`).
+# What a line calls outside torch that leaves no frame of Python: numpy in C, a loop, a sleep. `math`
+# is none of it: it stands beside tensors that the time goes to (`q @ k / math.sqrt(d)`).
 _OUTSIDE_TORCH = re.compile(
     r"\b(np|numpy|scipy|sklearn|pd|cv2|Image|time|json|random|re)\.|\.(numpy|tolist|item)\(\)"
     r"|^(for|while)\b|print\("
 )
 _NO_FRAME = Frame(where="", function="")
 _TORCH = "torch/"
-# Phases in which the user's line is in a wrapper of flatout's, also where it calls nothing else that is Python.
+# Phases in which the user's line is in a wrapper of flatout's, also where it calls nothing else that
+# is Python.
 _WRAPPED = frozenset({"copy", "backward", "optimizer", "sync", "checkpoint", "logging", "loader start", "flatout"})
 _WRAPPER = "flatout"
 # Steps that are not plain training, in words.
@@ -62,7 +63,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where one rank's time went. `parts` add up to `wall_ms`; `training` are those of the training steps alone."""
+    """Where one rank's time went. `parts` add up to `wall_ms`; `training` are those of the training
+    steps alone."""
 
     wall_ms: float
     parts: tuple[Part, ...]
@@ -169,7 +171,8 @@ Function = tuple[str, str]  # file, name
 
 
 class Call(NamedTuple):
-    """What a line of the user's called in a library, as numpy.histogram2d, and whether that went on into torch."""
+    """What a line of the user's called in a library, as numpy.histogram2d, and whether that went on
+    into torch."""
 
     name: str
     into_torch: bool
@@ -265,7 +268,8 @@ def outside_torch(functions: Iterable[HotFunction]) -> tuple[HotFunction, ...]:
 
 
 def called_from(rank: RankTrace, phase: str) -> str | None:
-    """The line of the training loop that most of a phase is called from: where its stacks leave those of training."""
+    """The line of the training loop that most of a phase is called from: where its stacks leave those
+    of training."""
     stacks = training_stacks(rank)
     loop = {chain for own, _, _ in _seen(stacks, ("data", *COMPUTING)) for chain in _chains(own)}
     seconds: defaultdict[str, float] = defaultdict(float)
@@ -312,7 +316,8 @@ def hot_functions(
 def _seen(
     all_stacks: Iterable[Stacks], phases: Collection[str] | None = None
 ) -> Iterator[tuple[list[Frame], Call | None, StackTime]]:
-    """Each stack seen in these phases: the user's frames, outermost first, and what they called in a library."""
+    """Each stack seen in these phases: the user's frames, outermost first, and what they called in a
+    library."""
     for stacks in all_stacks:
         for seen in stacks.stacks:
             if phases is None or seen.phase in phases:
@@ -341,8 +346,8 @@ def _exact_looks(
 ) -> dict[Function, dict[Line, float]]:
     """How often each line was seen in these phases, for the functions that were seen often enough.
 
-    An exact stack has no phase: it counts for these as far as sampled stacks at the same place fell into them.
-    """
+    An exact stack has no phase: it counts for these as far as sampled stacks at the same place fell
+    into them."""
     share = _shares_of_places(all_stacks, phases)
     users = {_file(frame.where) for stacks in all_stacks for frame in stacks.frames if frame.own}
     sources = {frame.where: frame.source for stacks in all_stacks for frame in stacks.frames if frame.source}
@@ -356,7 +361,8 @@ def _exact_looks(
 
 
 def _exact_places(exact: ExactLines, users: Collection[str]) -> Iterator[tuple[list[Frame], Call | None, Place, int]]:
-    """Of each exact stack the user's frames, what the last of them called in a library, the place, and the looks."""
+    """Of each exact stack the user's frames, what the last of them called in a library, the place,
+    and the looks."""
     for stack in exact.stacks:
         frames = [exact.frames[number] for number in stack.frames if number < len(exact.frames)]
         frames = [frame for frame in frames if frame.function != WRAPPED_CALL]

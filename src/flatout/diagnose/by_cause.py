@@ -6,13 +6,13 @@
     measuring    flatout's own work
     remainder    waits too short to be told apart
 
-Training's time lies in pools: the GPU's idle time by phase, and its useful time. Findings take from them one after the
-other, the surest first, so the charges add up to one. A finding promises at most what taking away its charge gives; all
-of them together at most wall time ÷ useful time.
+Training's time lies in pools: the GPU's idle time by phase, and its useful time. Findings take from
+them one after the other, the surest first, so the charges add up to one. A finding promises at most
+what taking away its charge gives; all of them together at most wall time ÷ useful time.
 
-Without a GPU everything shares the processor: workers that have less to do leave their cores to training, which is
-measured and charged with the wait for them. What runs beside the step also takes caches and memory from it, which no
-clock tells apart: the upper ends leave room for it (`BESIDE`).
+Without a GPU everything shares the processor: workers that have less to do leave their cores to
+training, which is measured and charged with the wait for them. What runs beside the step also takes
+caches and memory from it, which no clock tells apart: the upper ends leave room for it (`BESIDE`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from flatout.model.causes import Finding
 Kind = Literal["useful", "idle", "wasteful", "measuring", "remainder"]
 
 USEFUL, LAUNCH = "useful work", "launch"  # pools beside the phases
-# Without a GPU, a cause that takes all of the time but a moment makes that moment take so much longer, a small one
-# accordingly less. Of the faults of benchmarks/truth.py it was 0 to 0.6 of its share of the time.
+# Without a GPU, a cause that takes all of the time but a moment makes that moment take so much
+# longer, a small one accordingly less. Of the faults of benchmarks/truth.py it was 0 to 0.6 of its
+# share of the time.
 BESIDE = 0.4
 FROM_THE_REST = ", with what it takes from the rest of the step"
 _NO_WAIT = (*COMPUTING, "copy", "held", "flatout")  # phases that keep no GPU waiting
 _MOST_OF_USEFUL = 0.95  # that one finding may call wasteful
 _LEAST = 0.005  # of the time: less is part of the remainder
-# The pools a finding takes from, by how its code begins; those of no entry take from the useful time. What may take
-# useful time is wasteful, but for drift.
+# The pools a finding takes from, by how its code begins; those of no entry take from the useful time.
+# What may take useful time is wasteful, but for drift.
 _POOLS = {
     "data.worker-start": ("loader start", "data"),
     "data.": ("data",),
@@ -69,7 +70,8 @@ class Charge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseAccount:
-    """All of training's time: what is useful first, then the causes, the largest first, then the remainder."""
+    """All of training's time: what is useful first, then the causes, the largest first, then the
+    remainder."""
 
     charges: tuple[Charge, ...]
     beside: float = 0.0  # how much longer the rest takes beside a cause, as a part of the share of the cause
@@ -85,8 +87,8 @@ class CauseAccount:
     def bounded(self, finding: Finding) -> Finding:
         """The same finding with the share it is charged with, and no promise beyond that.
 
-        One about a wait for data that a surer finding is charged with may promise as much, in place of that one.
-        """
+        One about a wait for data that a surer finding is charged with may promise as much, in place
+        of that one."""
         share = self.share_of(finding)
         if not share and finding.code.startswith("data."):
             waits = sum(charge.share for charge in self.charges if (charge.code or charge.name).startswith("data"))
@@ -172,8 +174,8 @@ def _idle_share(metrics: RankMetrics, part: Part) -> float:
 
 
 def _turn(finding: Finding) -> tuple[int, float]:
-    """What is known to the millisecond takes first, then waits by how sure they are, then what the GPU's own work would
-    be spared. The load of others explains what is left."""
+    """What is known to the millisecond takes first, then waits by how sure they are, then what the
+    GPU's own work would be spared. The load of others explains what is left."""
     cause = _cause(finding)
     if _lacks_cores(finding):
         return 3, 0.0

@@ -1,4 +1,5 @@
-"""Rules about computing: launches, precision, layout, the optimizer, padding, small batches. Most need an X-ray."""
+"""Rules about computing: launches, precision, layout, the optimizer, padding, small batches. Most
+need an X-ray."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def precision(metrics: RankMetrics) -> Finding | None:
     outside = max(0.0, xray.matrix_ms - xray.tensor_core_ms) / xray.busy_ms
     if working * matrix < _MIN_MATRIX:
         return None
-    # Outside the tensor cores a product becomes at least twice as fast, and eight times at best. Everything else
-    # moves half the bytes at best.
+    # Outside the tensor cores a product becomes at least twice as fast, and eight times at best.
+    # Everything else moves half the bytes at best.
     sure = outside / 2 * metrics.saved_for_sure
     most = (outside * 7 / 8 + (1 - outside) / 2) * metrics.saved_at_most
     return Finding(
@@ -169,8 +170,8 @@ def attention(metrics: RankMetrics) -> Finding | None:
 
 
 def _attention_of_forward(metrics: RankMetrics, where: str) -> float:
-    """The part of forward that goes into attention: lines beside its softmax with products, masks and dropout. Backward
-    goes through the same again."""
+    """The part of forward that goes into attention: lines beside its softmax with products, masks and
+    dropout. Backward goes through the same again."""
     for function in in_training(metrics.rank, ("forward",)):
         if any(line.where == where for line in function.lines):
             attends = (line for line in function.lines if line.where == where or _ATTENDS.search(line.source or ""))

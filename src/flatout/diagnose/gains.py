@@ -1,8 +1,7 @@
 """What fixing one cause alone would give: `gain_low`, `gain_high` and `derived` of a Finding.
 
-Gains are factors of speed. The upper end is what the evidence leaves room for, the lower end what it makes sure of,
-1.0 for nothing. `derived` says in words where they come from.
-"""
+Gains are factors of speed. The upper end is what the evidence leaves room for, the lower end what it
+makes sure of, 1.0 for nothing. `derived` says in words where they come from."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ def gain_if_removed(saved: float, sure: float = 0.0) -> dict[str, Any]:
 
 
 def gain_if_fed(metrics: RankMetrics, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
-    """Waiting for data takes a share `saved` less; the loader delivers `least` to `most` times what it does now."""
+    """Waiting for data takes a share `saved` less; the loader delivers `least` to `most` times what
+    it does now."""
     if not metrics.on_gpu:  # training needs the cores that load, so nothing is sure
         least, most = 1.0, min(most, 1 / max(0.01, metrics.machine.own_cpu_share or 0.0))
     ceiling = metrics.headroom

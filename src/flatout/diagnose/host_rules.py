@@ -1,5 +1,5 @@
-"""Rules about what the host does while the GPU waits: the script's own code, pauses, copies, waits for the GPU in
-mid-step, and steps that grow longer over the run."""
+"""Rules about what the host does while the GPU waits: the script's own code, pauses, copies, waits
+for the GPU in mid-step, and steps that grow longer over the run."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def own_code(metrics: RankMetrics) -> Finding | None:
 
 
 def _framework_around(metrics: RankMetrics, hottest: HotLine) -> str | None:
-    """The library whose training loop this line calls: it is known for that, or forward passes come out of the same
-    call."""
+    """The library whose training loop this line calls: it is known for that, or forward passes come
+    out of the same call."""
     library = (hottest.called or "torch").partition(".")[0]
     if any(library in framework.packages and framework.loop_files for framework in FRAMEWORKS):
         return library
@@ -298,7 +298,8 @@ def _joined(pieces: Sequence[_RunPart]) -> _RunPart:
 
 
 def _keeps_growing(pieces: Sequence[_RunPart]) -> bool:
-    """Whether nearly every later piece is slower than every earlier one: a load that came and went is no drift."""
+    """Whether nearly every later piece is slower than every earlier one: a load that came and went is
+    no drift."""
     times = [piece.step_ms for piece in pieces]
     pairs = [(before, after) for place, before in enumerate(times) for after in times[place + 1 :]]
     return sum(after <= before for before, after in pairs) <= _MOST_DISORDER * len(pairs)

@@ -1,9 +1,9 @@
 """What the script read as settings: where a change can be given to it, and settings that have no effect.
 
-A knob is a place where a value is read: an option, a line of a YAML file, a name in a config. It counts where its name
-fits, where its value is the one in force, and where its file is the run's configuration, not one of many data files.
-The value read last comes first: scripts read a file, then let the command line have the last word.
-"""
+A knob is a place where a value is read: an option, a line of a YAML file, a name in a config. It
+counts where its name fits, where its value is the one in force, and where its file is the run's
+configuration, not one of many data files. The value read last comes first: scripts read a file, then
+let the command line have the last word."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _MANY_ALIKE = 3  # files of one kind in one folder: more of them are data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One value that the script read. `text` is how a Change names the place; empty where it cannot be set there."""
+    """One value that the script read. `text` is how a Change names the place; empty where it cannot
+    be set there."""
 
     key: str  # with those that it lies in: train.amp
     value: Any
@@ -92,7 +93,8 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def ignored_settings(metrics: RankMetrics, others: Iterable[Finding]) -> list[Finding]:
-    """A finding for each setting that was read and has no effect. It promises what fixing its cause would give."""
+    """A finding for each setting that was read and has no effect. It promises what fixing its cause
+    would give."""
     costs = {finding.code: finding for finding in others}
     read = every_knob(metrics.facts.settings)
     read = [knob for place, knob in enumerate(read) if not _overruled(knob, read[place:])]

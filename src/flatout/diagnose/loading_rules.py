@@ -1,8 +1,8 @@
 """Rules about loading samples: who loads them, and why they come late.
 
-Opposites are told apart by what was measured: too few workers are busy while cores are free, too many wait for a core,
-a slow disk leaves both idle, and where others have the cores neither number is to blame.
-"""
+Opposites are told apart by what was measured: too few workers are busy while cores are free, too many
+wait for a core, a slow disk leaves both idle, and where others have the cores neither number is to
+blame."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
         return None
     machine, now = metrics.machine, metrics.breakdown.samples_per_s
     rate = now / metrics.share("data") if now else None  # joining them and the wait for a disk included
-    # A worker that waits for a disk or a server leaves its core to others; one that waits for a core does not.
+    # A worker that waits for a disk or a server leaves its core to others; one that waits for a core
+    # does not.
     wants_core = min(1.0, (metrics.work.on_core or 1.0) + (machine.trainer_delay or 0.0))
     wanted = max(1, int(machine.spare_cores / max(_MIN_CORE_A_WORKER, wants_core)))
     one_worker, speeds = 1.0, ""  # what one delivers, as a multiple of what is used now
@@ -129,8 +130,9 @@ def _wants_core(metrics: RankMetrics) -> bool:
 
 def _disk_bound(metrics: RankMetrics, saved: float) -> Finding | None:
     machine, on_core, delay = metrics.machine, metrics.work.on_core or 0.0, metrics.work.delay or 0.0
-    # Far more workers than cores that wait nearly all the time, for nothing on this machine: no counter shows for what
-    # (a network disk, a server), but it is not their number that holds them up.
+    # Far more workers than cores that wait nearly all the time, for nothing on this machine: no
+    # counter shows for what (a network disk, a server), but it is not their number that holds them
+    # up.
     crowd = metrics.workers >= _MANY_A_CORE * (machine.cores or math.inf)
     crowd_waits = crowd and 1 - on_core - delay >= _MOSTLY_WAITS and (machine.own_cpu_share or 0.0) < _IDLE_CORES
     if on_core >= _ON_CORE_WHILE_READING or delay >= NO_CORE:
@@ -176,7 +178,8 @@ def _slow_samples(metrics: RankMetrics, saved: float) -> Finding | None:
 def _no_core_for_workers(metrics: RankMetrics, saved: float) -> Finding | None:
     machine, delay = metrics.machine, metrics.work.delay or 0.0
     cores, wanted = machine.cores or 1.0, machine.spare_cores
-    # Reports count the worker's own thread: where it always wants a core, others of its threads may have them.
+    # Reports count the worker's own thread: where it always wants a core, others of its threads may
+    # have them.
     always = (metrics.work.on_core or 0.0) + delay >= _ALWAYS
     taken = always or (machine.own_cpu_share or 0.0) >= _CORES_TAKEN
     if delay < NO_CORE or metrics.workers <= cores or not taken or metrics.elastic:
@@ -318,8 +321,8 @@ def worker_threads(metrics: RankMetrics) -> Finding | None:
     threads = max((worker.threads or 0 for worker in seen), default=0) - _OWN_THREADS
     if threads < 2 or workers * threads <= 2 * machine.cores:
         return None
-    # Without them a worker no longer waits for its threads, at best. At worst, while cores are free, it takes as
-    # much longer as they spared it.
+    # Without them a worker no longer waits for its threads, at best. At worst, while cores are free,
+    # it takes as much longer as they spared it.
     waits = max(0.0, 1 - (work.on_core or 1.0) - (work.delay or 0.0))
     gain = gain_if_fed(metrics, saved, most=1 / (1 - min(0.9, waits)))
     cores_a_worker = (Sketch.of(worker.cpu_pct for worker in seen).mean or 0.0) / 100 / (work.busy or 1.0)
@@ -375,8 +378,8 @@ def _late(
     phase: str | None = SAMPLES,
     **more: Any,
 ) -> Finding:
-    """A finding about batches that come late, with what was measured, and the worker's line that takes the time of a
-    phase."""
+    """A finding about batches that come late, with what was measured, and the worker's line that
+    takes the time of a phase."""
     evidence, where = _measured(metrics) | more.pop("evidence", {}), None
     functions = in_workers(metrics.rank, metrics.loader.class_name, (phase,)) if phase else ()
     if functions and functions[0].hottest.share >= _MIN_LINE:
@@ -419,7 +422,8 @@ def _measured(metrics: RankMetrics) -> dict[str, Any]:
 
 
 def _setting(metrics: RankMetrics, subject: str, value: str | None = None) -> str | None:
-    """What the script calls its setting for this, if it read one; with `value`, only where it has this value."""
+    """What the script calls its setting for this, if it read one; with `value`, only where it has
+    this value."""
     for read in every_knob(metrics.facts.settings):
         if read.is_called(subject) and value in (None, str(read.value).lower()):
             return read.name.lower()

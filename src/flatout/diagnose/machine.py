@@ -1,9 +1,9 @@
-"""What was seen beside the steps: what the workers of the loader did, as they report it (LoaderWork); and the machine's
-cores, memory and GPU, as the hardware sampler saw them during plain training (Machine).
+"""What was seen beside the steps: what the workers of the loader did, as they report it (LoaderWork);
+and the machine's cores, memory and GPU, as the hardware sampler saw them during plain training
+(Machine).
 
-Shares are 0 to 1. What was not measured is None. Whose the cores are matters most: those of this run (all its ranks
-here, with their workers) or those of others.
-"""
+Shares are 0 to 1. What was not measured is None. Whose the cores are matters most: those of this run
+(all its ranks here, with their workers) or those of others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _ALL_CORES = 0.9  # of the machine's: a run that may use less of them is counted
 
 @dataclass(frozen=True)
 class LoaderWork:
-    """What the workers did, all together: the last report of each; with `num_workers=0` of the training process."""
+    """What the workers did, all together: the last report of each; with `num_workers=0` of the
+    training process."""
 
     reports: tuple[WorkerReport, ...]
 
@@ -153,7 +154,8 @@ class Machine:
 
     @cached_property
     def cores_of_machine(self) -> int | None:
-        """Cores there are; with an affinity mask, those in it: what others do on the rest takes nothing away."""
+        """Cores there are; with an affinity mask, those in it: what others do on the rest takes
+        nothing away."""
         counts = [len(sample.host.cores_pct) for sample in self.samples if sample.host.cores_pct]
         if counts and self._core_numbers:
             return len(self._core_numbers)
@@ -188,7 +190,8 @@ class Machine:
 
     @cached_property
     def cpu_share(self) -> float | None:
-        """How busy the cores were that this run may use: all of the machine's, or else by its own processes."""
+        """How busy the cores were that this run may use: all of the machine's, or else by its own
+        processes."""
         own, there = self.own_cpu_share, self.cores_of_machine
         if own is not None and there and self._cores_of_run < _ALL_CORES * there:
             return own
@@ -204,7 +207,8 @@ class Machine:
         return (self.loading_cores + self._trainer_cores) * len(self._ranks)
 
     def _own_cores_in(self, sample: Sample) -> float | None:
-        """How many cores this run kept busy; None of a sample without all its workers, which are found late."""
+        """How many cores this run kept busy; None of a sample without all its workers, which are
+        found late."""
         known = [process for process in sample.processes if process.cpu_pct is not None]
         workers = sum(process.role == "worker" for process in known)
         if not known or workers < self.workers * len(self._ranks):
@@ -249,8 +253,8 @@ class Machine:
 
     @cached_property
     def held_up_by_workers(self) -> float:
-        """The share of time in which training has no core because its own workers have them all; on a GPU it is not
-        counted."""
+        """The share of time in which training has no core because its own workers have them all; on a
+        GPU it is not counted."""
         if self.rank.facts.on_gpu or not self.workers or not self.trainer_delay or self.own_cores is None:
             return 0.0
         loading = max(0.0, self.own_cores - self._trainer_cores)
@@ -274,8 +278,8 @@ def share_of(part: float, whole: float) -> float | None:
 
 
 def is_gpu_of(rank: RankTrace, gpu: GpuSample) -> bool:
-    """Whether a rank trains on this GPU. PyTorch numbers the GPUs it may see in its own order, so the number tells only
-    where no UUID was recorded."""
+    """Whether a rank trains on this GPU. PyTorch numbers the GPUs it may see in its own order, so the
+    number tells only where no UUID was recorded."""
     uuid = rank.facts.gpu_uuid
     return gpu.uuid.endswith(uuid) if uuid else gpu.index == rank.facts.gpu_index
 

@@ -1,4 +1,5 @@
-"""Rules about the machine (its memory, its GPUs, who else uses them), and about ranks that wait for each other."""
+"""Rules about the machine (its memory, its GPUs, who else uses them), and about ranks that wait for
+each other."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def checkpointing(metrics: RankMetrics) -> Finding | None:
 
 
 def _memory_used(metrics: RankMetrics) -> float | None:
-    """The share of the GPU's memory that PyTorch has reserved; without one, of the machine's that is in use."""
+    """The share of the GPU's memory that PyTorch has reserved; without one, of the machine's that is
+    in use."""
     facts = metrics.facts
     if not metrics.on_gpu:
         return metrics.machine.memory_share
@@ -212,8 +214,8 @@ def idle_gpus(metrics: RankMetrics) -> Finding | None:
 def straggler(ranks: Sequence[RankMetrics]) -> Finding | None:
     """The rank that waits least where ranks exchange something, and is slow somewhere else.
 
-    They exchange gradients in backward; a model with buffers (batch norms) makes them exchange before forward too.
-    """
+    They exchange gradients in backward; a model with buffers (batch norms) makes them exchange before
+    forward too."""
     if len(ranks) < 2:
         return None
     found = _slowest(ranks, ("backward",), ("data", "copy", "forward", "rest"))
@@ -236,7 +238,8 @@ def straggler(ranks: Sequence[RankMetrics]) -> Finding | None:
 def _slowest(
     ranks: Sequence[RankMetrics], waiting: Sequence[str], working: Sequence[str]
 ) -> tuple[RankMetrics, float, str] | None:
-    """The rank that waits least and works longest, the share of the time the others wait for it, and its phase."""
+    """The rank that waits least and works longest, the share of the time the others wait for it, and
+    its phase."""
     by_wait = sorted(ranks, key=lambda metrics: metrics.share(*waiting))
     slow, median = by_wait[0], by_wait[len(by_wait) // 2]
     lost = median.share(*waiting) - slow.share(*waiting)
@@ -285,7 +288,8 @@ def exchange(ranks: Sequence[RankMetrics]) -> Finding | None:
 
 
 def data_parallel(metrics: RankMetrics) -> Finding | None:
-    """nn.DataParallel: one process drives several GPUs, and copies the model to each of them in every step."""
+    """nn.DataParallel: one process drives several GPUs, and copies the model to each of them in every
+    step."""
     parallel = metrics.facts.parallel
     if parallel is None or not parallel.data_parallel:
         return None

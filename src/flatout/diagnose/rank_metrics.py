@@ -1,9 +1,10 @@
-"""RankMetrics: the figures of one rank that the rules reason about, each worked out when it is first asked for.
+"""RankMetrics: the figures of one rank that the rules reason about, each worked out when it is first
+asked for.
 
 Its time lies in `breakdown`, what its loader's workers did in `work`, and what the hardware did in `machine`.
 
-Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs it says nothing.
-"""
+Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs
+it says nothing."""
 
 from __future__ import annotations
 
@@ -125,8 +126,8 @@ class RankMetrics:
     def _batches_a_step(self) -> float:
         """More than 1 where gradients are accumulated, less where several optimizers step for each batch.
 
-        Backward passes count accumulation, but there may be several for one batch: the samples of a step tell.
-        """
+        Backward passes count accumulation, but there may be several for one batch: the samples of a
+        step tell."""
         backward = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
         taken = backward
         if self.loader.batch_size and self._samples_a_step:
@@ -163,8 +164,9 @@ class RankMetrics:
 
     @cached_property
     def start_share(self) -> float:
-        """The share of time that starting workers takes: the start, and the wait for a first batch beyond what a
-        worker takes to make one. Raw steps tell how long such a wait is beside a start."""
+        """The share of time that starting workers takes: the start, and the wait for a first batch
+        beyond what a worker takes to make one. Raw steps tell how long such a wait is beside a
+        start."""
         started, rate, batch = self.share("loader start"), self.samples_a_worker_s, self.loader.batch_size
         if not rate or not batch or self.loader.persistent_workers or not self.workers:
             return started
@@ -213,9 +215,8 @@ class RankMetrics:
     def saved_without(self, phase: str) -> float | None:
         """The share of training time that would be saved if the host spent none in a phase.
 
-        Steps with events say how much of such time is saved when it is gone; all steps say how much of it there is.
-        Waits come in bursts: a median step may have none of them.
-        """
+        Steps with events say how much of such time is saved when it is gone; all steps say how much
+        of it there is. Waits come in bursts: a median step may have none of them."""
         share = min(MAX_SAVED, self.share(phase))
         if not self.on_gpu:
             return share
@@ -239,7 +240,8 @@ class RankMetrics:
 
     @cached_property
     def _gpu_busy_in_phase(self) -> dict[str, float]:
-        """The share of a phase's GPU time with kernels, by the X-ray: events do not see the gaps between them."""
+        """The share of a phase's GPU time with kernels, by the X-ray: events do not see the gaps
+        between them."""
         if self.xray is None:
             return {}
         busy_ms, shares = self.xray.busy_by_phase_ms, {}
@@ -264,8 +266,8 @@ class RankMetrics:
 
     @cached_property
     def saved_at_most(self) -> float:
-        """How much of the GPU time saved may shorten the step: where the GPU waits for launches, kernels that end
-        sooner only wait longer for the next one."""
+        """How much of the GPU time saved may shorten the step: where the GPU waits for launches,
+        kernels that end sooner only wait longer for the next one."""
         if self.xray is None:
             return 1.0
         late_ms = 0.0
@@ -276,7 +278,8 @@ class RankMetrics:
         return 1 - late_ms / (sum(self.xray.busy_by_phase_ms.values()) or 1.0)
 
     def waits_for_launches(self, *phases: str) -> float:
-        """The share of the step in which the GPU waits for what the host launches, in these phases or in all."""
+        """The share of the step in which the GPU waits for what the host launches, in these phases or
+        in all."""
         xray = self.xray
         if xray is None:
             return 0.0
@@ -287,7 +290,8 @@ class RankMetrics:
 
     @cached_property
     def ceiling(self) -> float | None:
-        """How many times as fast the step was as its batches were replayed; None where others had the cores then."""
+        """How many times as fast the step was as its batches were replayed; None where others had the
+        cores then."""
         seen = self.breakdown
         # Batches that are on the GPU already cannot be slower than others: the slower was disturbed more.
         most = max(seen.ceiling_samples_per_s or 0.0, seen.replay_samples_per_s or 0.0)
@@ -314,8 +318,9 @@ class RankMetrics:
 
     @cached_property
     def own_code_inside(self) -> dict[str, float]:
-        """The share of the time that the script's own code takes within each phase that computes: a metric in numpy
-        between forward and backward, a loop over elements in a model, a training step that the optimizer calls."""
+        """The share of the time that the script's own code takes within each phase that computes: a
+        metric in numpy between forward and backward, a loop over elements in a model, a training step
+        that the optimizer calls."""
         shares = {}
         for phase in COMPUTING:
             lines = lines_of(in_training(self.rank, (phase,)))
@@ -324,8 +329,9 @@ class RankMetrics:
 
     @cached_property
     def beside_pauses(self) -> dict[str, dict[str, float]]:
-        """Of each kind of pause, the share of the time that the script's own code takes for it, by line: what else is
-        done on a line that mostly saves or logs, such as putting the picture together."""
+        """Of each kind of pause, the share of the time that the script's own code takes for it, by
+        line: what else is done on a line that mostly saves or logs, such as putting the picture
+        together."""
         own, pauses = self._by_line(REST, OWN_CODE), {}
         for phase in PAUSES:
             lines = self._by_line(phase, (phase,))
@@ -340,7 +346,8 @@ class RankMetrics:
         return shares
 
     def passed(self, through: str) -> float:
-        """The share of forward passes in which the stack was seen to pass through something, as stacks name it."""
+        """The share of forward passes in which the stack was seen to pass through something, as
+        stacks name it."""
         seen = training_stacks(self.rank)
         forward = [one for stacks in seen for one in stacks.stacks if one.phase == "forward"]
         seconds = sum(one.seconds for one in forward)
@@ -368,13 +375,14 @@ def _idle_ms(xray: Xray, phases: Iterable[str]) -> float:
     return sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in phases)
 
 
-# How long a step would take without one of its causes, worked out span by span. The GPU reaches the end of span i when
-# it has done all work before it and the host has launched the span:
+# How long a step would take without one of its causes, worked out span by span. The GPU reaches the
+# end of span i when it has done all work before it and the host has launched the span:
 #
 #     gpu[i+1] = max(gpu[i] + work[i], host[i+1])
 #
-# Work is the GPU's time between the span's two events, less the gaps that an X-ray has measured between its kernels.
-# This tells an `.item()` that leaves the GPU without work from one that waits for useful work.
+# Work is the GPU's time between the span's two events, less the gaps that an X-ray has measured
+# between its kernels. This tells an `.item()` that leaves the GPU without work from one that waits
+# for useful work.
 
 
 def replayed_ms(step: Step, without: str | None = None, at_work: Mapping[str, float] | None = None) -> float | None:
@@ -407,7 +415,8 @@ def replayed_ms(step: Step, without: str | None = None, at_work: Mapping[str, fl
 
 
 def saved_in_step(step: Step, phase: str, at_work: Mapping[str, float] | None = None) -> float | None:
-    """The share of a step's time that would be saved if a phase took the host no time: 0 to 1, an estimate."""
+    """The share of a step's time that would be saved if a phase took the host no time: 0 to 1, an
+    estimate."""
     now = replayed_ms(step, at_work=at_work)
     then = replayed_ms(step, phase, at_work)
     return max(0.0, 1 - then / now) if now and then is not None else None

@@ -1,8 +1,8 @@
 """Trace → Diagnosis: the rules, what became of them together, and the verdict.
 
-A rule is a small function that looks at the metrics of one rank (or of all) and says nothing unless the evidence is
-there. What each finding is charged with, and so may promise, is worked out in `by_cause`.
-"""
+A rule is a small function that looks at the metrics of one rank (or of all) and says nothing unless
+the evidence is there. What each finding is charged with, and so may promise, is worked out in
+`by_cause`."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def diagnosis(ranks: Sequence[RankMetrics]) -> Diagnosis:
 def _charged(metrics: RankMetrics, found: Sequence[Finding]) -> tuple[list[Finding], CauseAccount]:
     """These findings with what they are charged with, the verdict first; and the account.
 
-    What endangers the run comes first, then the largest share of the time. Those whose time others explain say nothing.
-    """
+    What endangers the run comes first, then the largest share of the time. Those whose time others
+    explain say nothing."""
     account = by_cause(metrics, found)
     charged = {finding.title for finding in found if account.share_of(finding)}
 
@@ -99,8 +99,9 @@ def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
 
 
 def _saturated(metrics: RankMetrics) -> Finding | None:
-    """That all is well, where it is seen to be: on a GPU by the X-ray alone; without one, where neither waits for data
-    nor the script's own code between the phases (a simulator, batches made by hand) take the time."""
+    """That all is well, where it is seen to be: on a GPU by the X-ray alone; without one, where
+    neither waits for data nor the script's own code between the phases (a simulator, batches made by
+    hand) take the time."""
     busy = metrics.busy_share
     if busy is not None:
         share, what = busy, f"the GPU has work {busy:.0%} of the time"

@@ -1,10 +1,11 @@
-"""From a config to a training that runs: everything it names is built, in the order in which one needs the other.
+"""From a config to a training that runs: everything it names is built, in the order in which one
+needs the other.
 
-`batch_size: auto` is decided here: the fastest batch within a share of the GPU's memory, not the largest
-that fits. Real steps are taken at 32, 64, 128 … samples, until more of them no longer learn faster or no
-longer fit; of those about as fast as the fastest the smallest is taken. Model and optimizer are put
-back, the random streams seeded again. Every rank takes the same steps, and the slowest and the fullest one decide.
-"""
+`batch_size: auto` is decided here: the fastest batch within a share of the GPU's memory, not the
+largest that fits. Real steps are taken at 32, 64, 128 … samples, until more of them no longer learn
+faster or no longer fit; of those about as fast as the fastest the smallest is taken. Model and
+optimizer are put back, the random streams seeded again. Every rank takes the same steps, and the
+slowest and the fullest one decide."""
 
 from __future__ import annotations
 
@@ -248,7 +249,8 @@ def _fastest(
     dataset: Any,
     ranks: Ranks,
 ) -> tuple[int, str]:
-    """The fastest batch size, tried on the first samples of the data, in the layout in which it will train."""
+    """The fastest batch size, tried on the first samples of the data, in the layout in which it will
+    train."""
     if isinstance(dataset, IterableDataset):
         raise UsageError("train.batch_size: auto needs data with a length; give a number")
     train = config.train
@@ -324,7 +326,8 @@ def _try_batch(step: TrainStep, batch: Any, device: torch.device) -> tuple[float
 
 
 def _resize(batch: Any, size: int) -> Any:
-    """A batch of `size` samples, those of `batch` over and over: the speed of a step does not depend on them."""
+    """A batch of `size` samples, those of `batch` over and over: the speed of a step does not depend
+    on them."""
     places = [place % batch_rows(batch) for place in range(size)]
 
     def resize(thing: Any) -> Any:

@@ -308,7 +308,8 @@ def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def build(part: FactoryConfig, where: str, *first: Any, **more: Any) -> Any:
-    """Call a part's factory with `first`, its own arguments, and those of `more` that it does not give itself."""
+    """Call a part's factory with `first`, its own arguments, and those of `more` that it does not
+    give itself."""
     factory = import_path(part.factory, f"{where}.factory")
     given = {**more, **part.args}
     arguments = {name: _build_nested(value, f"{where}.args.{name}") for name, value in given.items()}

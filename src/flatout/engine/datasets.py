@@ -98,7 +98,8 @@ def end_workers(loader: Any) -> None:
 
 
 class ChainedEpochs(BatchSampler):
-    """The batches of all epochs, each epoch in the order that its number gives; its length is that of one epoch."""
+    """The batches of all epochs, each epoch in the order that its number gives; its length is that of
+    one epoch."""
 
     sampler: DistributedSampler[Any]
 
@@ -133,7 +134,8 @@ class ChainedEpochs(BatchSampler):
 
 
 class Batches:
-    """The batches that a training learns from, on the device. `waited_s` is the time spent waiting for them."""
+    """The batches that a training learns from, on the device. `waited_s` is the time spent waiting
+    for them."""
 
     def __init__(
         self, loader: Iterable[Any], on_device: OnDevice, device: torch.device, say: Callable[[str], None]
@@ -228,7 +230,8 @@ class Batches:
 
 
 def _draw_as_for_a_new_pass() -> None:
-    """PyTorch's loader draws a seed for each pass: dropout has to be the same with one pass over all epochs."""
+    """PyTorch's loader draws a seed for each pass: dropout has to be the same with one pass over all
+    epochs."""
     torch.empty((), dtype=torch.int64).random_()
 
 
@@ -259,7 +262,8 @@ def pieces(batch: Any, count: int) -> list[Any]:
 
 
 def map_samples(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The batch with `change` applied to each of its tensors, and to each list that has one entry a sample."""
+    """The batch with `change` applied to each of its tensors, and to each list that has one entry a
+    sample."""
     rows = batch_rows(batch)
 
     def within(thing: Any) -> Any:

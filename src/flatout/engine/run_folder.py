@@ -115,7 +115,8 @@ class Checkpoints:
         self._unsaved = ""
 
     def write(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
-        """Take a snapshot of `state` now and write it in the background, unless there is a NaN in its weights."""
+        """Take a snapshot of `state` now and write it in the background, unless there is a NaN in its
+        weights."""
         self.wait()
         snapshot, ready = _snapshot({"version": VERSION, **state})
         arguments = step, snapshot, ready, best
@@ -123,7 +124,8 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> str:
-        """Wait until the one that is being written is done; what there is to say if it is not saved, else ""."""
+        """Wait until the one that is being written is done; what there is to say if it is not saved,
+        else ""."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -237,7 +239,8 @@ def _snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
 
 
 class _ErrorKeeper:
-    """A file for torch.save, whose C++ side ends the process when a write fails: the error is kept until `close`."""
+    """A file for torch.save, whose C++ side ends the process when a write fails: the error is kept
+    until `close`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -290,7 +293,8 @@ class LossLog:
         self._begun: tuple[Tensor, torch.cuda.Event | None, int, dict[str, Any], int, float] | None = None
 
     def add(self, step: int, loss: Tensor, rows: int) -> bool:
-        """One more; whether it is the first, which is no part of the speed: workers and the compiler start in it."""
+        """One more; whether it is the first, which is no part of the speed: workers and the compiler
+        start in it."""
         self._kept.append(loss)
         self._last = step
         if self._since is None:
@@ -429,7 +433,8 @@ class Reporter:
                 self.say_once(f"metrics of step {step} are not written: {why}; training goes on")
 
     def _forget_after(self, step: int) -> None:
-        """Drop the rows of steps that are taken again after a resume, and a line that a full disk has cut off."""
+        """Drop the rows of steps that are taken again after a resume, and a line that a full disk has
+        cut off."""
         for path in self._folder.glob("*.csv"):
             heading, *rows = path.read_text().splitlines(keepends=True) or [""]
             kept = [row for row in rows if row.endswith("\n") and int(row.partition(",")[0]) <= step]

@@ -88,7 +88,8 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A setting as it is in force, and why; `instead` of what was asked for, which is said even when quiet."""
+    """A setting as it is in force, and why; `instead` of what was asked for, which is said even when
+    quiet."""
 
     name: str
     value: str
@@ -101,7 +102,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class StepPrecision:
-    """What a step is computed in: `dtype` under autocast (None: as the model is), TF32 or not, scaled or not."""
+    """What a step is computed in: `dtype` under autocast (None: as the model is), TF32 or not, scaled
+    or not."""
 
     device: torch.device
     dtype: torch.dtype | None
@@ -175,7 +177,8 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
 
 
 def prepare_model(model: nn.Module, config: TrainConfig, device: torch.device, ranks: int = 1) -> list[Decision]:
-    """Bring the model to the device, in the form that is fastest there: layout, checkpointing, compilation."""
+    """Bring the model to the device, in the form that is fastest there: layout, checkpointing,
+    compilation."""
     model.to(device)
     model.train()
     return [
@@ -224,7 +227,8 @@ def _checkpoint_activations(model: nn.Module, asked: bool | list[str]) -> Decisi
 
 
 def _compile(model: nn.Module, asked: bool | str, device: torch.device, ranks: int) -> Decision:
-    """Compile it; with one rank capture it too: most steps take the host longer to launch than the GPU to run."""
+    """Compile it; with one rank capture it too: most steps take the host longer to launch than the
+    GPU to run."""
     name, value, why = "train.compile", str(asked), "eager should it fail"
     if asked is False:
         return Decision(name, "off")
@@ -242,7 +246,8 @@ def _compile(model: nn.Module, asked: bool | str, device: torch.device, ranks: i
     mode = {"on": None, _WITH_GRAPHS: "reduce-overhead"}.get(value, value)
     try:
         round_as_eager()
-        # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
+        # `model.compile()` would pass over an nn.Sequential in silence; the forward method is
+        # compiled in any case.
         model.forward = torch.compile(model.forward, mode=mode)
     except Exception as problem:  # without a compiler that works, training goes on eagerly
         return Decision(name, "off", f"torch.compile failed: {type(problem).__name__}: {problem}", instead=True)
@@ -324,7 +329,8 @@ class TrainStep:
             return loss, output, target
 
     def _graphs_or_eager(self, batch: Any) -> contextlib.AbstractContextManager[Any]:
-        """A batch of another shape than the first is eager; where there are many of them, graphs are no good."""
+        """A batch of another shape than the first is eager; where there are many of them, graphs are
+        no good."""
         if not self._captured:
             return contextlib.nullcontext()
         shapes = shapes_in(batch)

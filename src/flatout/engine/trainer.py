@@ -170,7 +170,8 @@ class Trainer:
             self.say(self.unsaved)
 
     def _epoch_is_done(self) -> bool:
-        """Whether the last step of a training was also the last of an epoch, so that what is due then is done."""
+        """Whether the last step of a training was also the last of an epoch, so that what is due then
+        is done."""
         return self.stopped_by is None and self.at.batch == self._epoch_steps
 
     def _over(self) -> bool:
@@ -210,7 +211,8 @@ class Trainer:
                 self.reporter.end()
 
     def _augmented(self, batch: Any, *, training: bool) -> Any:
-        """The batch with its images augmented, and its target moved with them if it has their height and width."""
+        """The batch with its images augmented, and its target moved with them if it has their height
+        and width."""
         if self.augmentation is None:
             return batch
         images, *between, target = batch
@@ -295,7 +297,8 @@ class Trainer:
         self._losses.begin_reading({"epoch": epoch, "lr": lr, "samples": self.at.samples * self.ranks.world})
 
     def _read_losses(self) -> set[str]:
-        """Report the losses since the last time; ranks agree on them, and on what is due now, which is returned."""
+        """Report the losses since the last time; ranks agree on them, and on what is due now, which
+        is returned."""
         read = self._losses.read()
         if read is None:
             return set()
@@ -430,7 +433,8 @@ def _checked(config: TrainerConfig | Mapping[str, Any] | None, metrics: Mapping[
 
 
 class Interrupts:
-    """SIGTERM and Ctrl-C as a request to stop after this step; a second one, over a second later, ends the process.
+    """SIGTERM and Ctrl-C as a request to stop after this step; a second one, over a second later,
+    ends the process.
 
     (The same signal often comes twice at once: to the process group, and from the launcher.)
     """

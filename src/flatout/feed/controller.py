@@ -61,7 +61,8 @@ class Observation:
 
     @property
     def capacity(self) -> float:
-        """Batches a second that the workers make when they are all at work, by the time a batch takes one of them.
+        """Batches a second that the workers make when they are all at work, by the time a batch takes
+        one of them.
 
         What the loop gets does not tell it within seconds: it comes in bursts, with long waits between.
         """

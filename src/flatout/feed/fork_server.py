@@ -68,7 +68,8 @@ class Starter:
         raise NotImplementedError
 
     def exits(self) -> dict[int, int | str]:
-        """The workers that have ended so far: number and exit status (negative: a signal), or why there was none."""
+        """The workers that have ended so far: number and exit status (negative: a signal), or why
+        there was none."""
         raise NotImplementedError
 
     def hang_up(self) -> None:
@@ -247,7 +248,8 @@ def _end_with(parent: int) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """A batch's samples are freed together: glibc would give their pages back and ask for them again, one by one.
+    """A batch's samples are freed together: glibc would give their pages back and ask for them again,
+    one by one.
 
     With 256 pictures of 147 KiB that takes a tenth of the time it takes to decode them.
     """
@@ -280,7 +282,8 @@ def limit_threads(number: int = 1) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _thread_switches(modules: int) -> list[Any]:
-    """The functions of loaded libraries that set their number of threads; looked for again when `modules` are more.
+    """The functions of loaded libraries that set their number of threads; looked for again when
+    `modules` are more.
 
     The training process looks for them before it forks: that takes 5 ms, which the workers of each pass then
     need not.
@@ -322,8 +325,8 @@ def _freeze_inherited() -> None:
     _enable_gc()
 
 
-# Garbage of the training process may hold GPU memory that is in use on several streams. To free that calls CUDA,
-# which aborts in a forked child: children leave it alone.
+# Garbage of the training process may hold GPU memory that is in use on several streams. To free that
+# calls CUDA, which aborts in a forked child: children leave it alone.
 _gc_was_enabled = False
 os.register_at_fork(before=_disable_gc, after_in_parent=_enable_gc, after_in_child=_freeze_inherited)
 

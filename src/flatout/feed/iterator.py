@@ -1,4 +1,5 @@
-"""The iterator a training loop sees: PyTorch's, as far as the loop and the main process's random stream can tell.
+"""The iterator a training loop sees: PyTorch's, as far as the loop and the main process's random
+stream can tell.
 
 It draws what PyTorch draws when it is created (the sampler's iterator, the base seed), asks the sampler for
 indices no earlier than PyTorch would wherever that could be noticed, and leaves the rest to the loader's
@@ -96,7 +97,8 @@ class FeedIterator(_BaseDataLoaderIter):
         if loader.num_workers > 0 or not first:  # PyTorch with workers asks the sampler twice at the start
             super()._reset(loader, first)
         sampler: Any = self._index_sampler
-        # A sampler of torch's own draws when it is started and when it has ended; a batch that is not full ends it.
+        # A sampler of torch's own draws when it is started and when it has ended; a batch that is not
+        # full ends it.
         batches = len(sampler) if self._pure_sampler else 0
         if is_chained(sampler):
             skip = skip or sampler.first

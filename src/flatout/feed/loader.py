@@ -248,7 +248,8 @@ def why_not(loader: TorchLoader[Any], options: LoaderOptions) -> str:
         return "DataPipes share random seeds in a way of their own"
     if loader._dataset_kind == _DatasetKind.Iterable:
         return "an IterableDataset: which data a worker gives depends on its number"
-    # Batches go to any idle worker here: user code that minds its worker's number has to have PyTorch's workers.
+    # Batches go to any idle worker here: user code that minds its worker's number has to have
+    # PyTorch's workers.
     if loader.worker_init_fn is not None and _module_of(loader.worker_init_fn) not in SEEDING_MODULES:
         name = getattr(_unwrapped(loader.worker_init_fn), "__qualname__", type(loader.worker_init_fn).__name__)
         name = f"{_module_of(loader.worker_init_fn)}.{name}"

@@ -1,4 +1,5 @@
-"""How a batch travels: its tensors and arrays as bytes in shared memory, the rest as a small pickle around them.
+"""How a batch travels: its tensors and arrays as bytes in shared memory, the rest as a small pickle
+around them.
 
     samples ─ collate ─► arena (a slot's memory) ─ pack ─► skeleton + spans ─► unpack ─► the batch, over the same bytes
 
@@ -80,7 +81,8 @@ class Arena:
 
 
 def pack(batch: Any, arena: Arena) -> tuple[bytes, list[Span], int, int | None]:
-    """Take a batch apart: skeleton, spans, how many bytes they need, and the file that has them if not the arena."""
+    """Take a batch apart: skeleton, spans, how many bytes they need, and the file that has them if
+    not the arena."""
     buffers: list[memoryview] = []
     body = io.BytesIO()
     packer = _Packer(body, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))

@@ -50,7 +50,8 @@ class Auto(int):
 class LoaderOptions:
     """What our loader can do that PyTorch's arguments do not say."""
 
-    # None: as many as the loader declares; "tuned": as many, none included, until the scheduler is told otherwise.
+    # None: as many as the loader declares; "tuned": as many, none included, until the scheduler is
+    # told otherwise.
     workers: Literal["auto", "tuned"] | None = None
     on_bad_sample: Literal["raise", "skip"] = "raise"
     hang_timeout: float = 600.0
@@ -201,7 +202,8 @@ class BatchScheduler:
         waited = 0.0
         self.slots.collect()
         if self.workers and self._epoch is not None and not (self.pool.is_open or self.left_workers):
-            # A pass that began without workers: they have the dataset as it is now, as each batch so far had it.
+            # A pass that began without workers: they have the dataset as it is now, as each batch so
+            # far had it.
             self.pool.begin(self.recipe)
             self._scale()
         self._receive(0)
@@ -240,7 +242,8 @@ class BatchScheduler:
         return batch.problem is None
 
     def _make_in_process(self) -> bool:
-        """Make the next batch here, if no worker is to make it: with the random numbers that it would have there."""
+        """Make the next batch here, if no worker is to make it: with the random numbers that it would
+        have there."""
         batch = next(batch for batch in self._table if not batch.finished)
         # It may have been given to a worker that is about to leave.
         if (self.pool.is_open and self.workers > 0) or self._epoch is None or batch.given:
@@ -317,7 +320,8 @@ class BatchScheduler:
         """Whether a worker could be given this batch: its channel may be full."""
         assert self._epoch is not None
         self.pool.leave_out_lethal(batch)
-        # Without a slot the batch travels in a file of its own: a loop that keeps batches is never waited for.
+        # Without a slot the batch travels in a file of its own: a loop that keeps batches is never
+        # waited for.
         slot = self.slots.take()
         number = None if slot is None else slot.number
         closed = tuple(worker.slots & self.slots.closed)

@@ -50,7 +50,8 @@ class Slot:
         return not (self.taken or self.leased)
 
     def lease(self, dropped: deque[Slot]) -> memoryview:
-        """The slot's bytes for one batch; when the last tensor over them is gone, the slot is put into `dropped`."""
+        """The slot's bytes for one batch; when the last tensor over them is gone, the slot is put
+        into `dropped`."""
         lease = self._lease_class.from_buffer(self._map)
         self.leased = True
         if self._to_be_locked:
@@ -67,7 +68,8 @@ class Slot:
         return memoryview(lease)
 
     def close(self) -> None:
-        """Give the memory back; a batch that still lies over it keeps it, page-locked, until it is dropped."""
+        """Give the memory back; a batch that still lies over it keeps it, page-locked, until it is
+        dropped."""
         channel.close_in_children(self.fd, False)
         os.close(self.fd)
         if self._lease is not None and self._lease() is not None:
@@ -122,7 +124,8 @@ class Slots:
         return slot.lease(self._dropped)
 
     def collect(self) -> None:
-        """Bring back the slots of dropped batches; called from the training thread only, as it records events."""
+        """Bring back the slots of dropped batches; called from the training thread only, as it
+        records events."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         queued = _queued() if self.watched and any(slot.locked for slot in dropped) else []
         for slot in dropped:

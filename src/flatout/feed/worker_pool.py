@@ -1,4 +1,5 @@
-"""The workers as the training process sees them: which there are, what each has to do, which has just died, and why.
+"""The workers as the training process sees them: which there are, what each has to do, which has just
+died, and why.
 
 A worker's death is the end of its channel. It was at the first of its tasks then, and its board says at which
 row.
@@ -312,7 +313,8 @@ class WorkerPool:
     # --- deaths ----------------------------------------------------------------------------------
 
     def batch_arrived(self) -> None:
-        """From a worker, or at the loop: while there are any, that workers are killed is nothing of the data's."""
+        """From a worker, or at the loop: while there are any, that workers are killed is nothing of
+        the data's."""
         self._in_vain = 0
 
     def blame(self, worker: WorkerHandle) -> None:

@@ -4,5 +4,5 @@
                                              └─ with fingerprints ──proof_runs, proof──► verdicts
     flatout-plan.yaml ◄── FixResult (result) ◄──────────────────────────────────────────────┘
 
-It works from outside: a Plan goes into a run (`runs`, by `launch`), a Trace comes back. It never imports torch.
-"""
+It works from outside: a Plan goes into a run (`runs`, by `launch`), a Trace comes back. It never
+imports torch."""

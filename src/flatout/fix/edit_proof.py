@@ -1,10 +1,10 @@
 """Is a training with a person's edit the same? Fingerprints of runs → a Proof, stricter than that of flatout's changes.
 
-Nothing is known of an edit, so nothing but rounding is forgiven: the same samples in the same order, in training and
-in evaluation; at the model the same bytes, or numbers equal within rounding; the same settings of the optimizers; and,
-every few steps from the same weights on, the same loss and the same update of each tensor. `again` is the command as it
-was once more: of what the machine alone makes differ, three times as much is allowed.
-"""
+Nothing is known of an edit, so nothing but rounding is forgiven: the same samples in the same order,
+in training and in evaluation; at the model the same bytes, or numbers equal within rounding; the same
+settings of the optimizers; and, every few steps from the same weights on, the same loss and the same
+update of each tensor. `again` is the command as it was once more: of what the machine alone makes
+differ, three times as much is allowed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ Check = Callable[[Run, Run], str | None]
 
 def same_training(before: Run, after: Run, again: Run | None = None) -> Proof:
     """Whether `after`, which followed `before`, is the same training, as far as both were watched."""
-    # Nothing was asked of its run: what a flatout.apply of its own need not or cannot do shows in what is compared.
+    # Nothing was asked of its run: what a flatout.apply of its own need not or cannot do shows in
+    # what is compared.
     after = replace(after, refused={})
     if broken := cannot_compare(before, after):
         return broken
@@ -59,7 +60,8 @@ def same_training(before: Run, after: Run, again: Run | None = None) -> Proof:
             if own:
                 return not_proven(f"what it is compared with differs from itself, run again: {own}")
             return failed(difference)
-    # A loss that is another one in other steps than those from the same weights on only follows from other updates.
+    # A loss that is another one in other steps than those from the same weights on only follows from
+    # other updates.
     difference = _other_losses(before, after, again, fresh=True) or _other_weights(before, after, again)
     if difference := difference or _other_losses(before, after, again):
         return failed(difference)
@@ -230,7 +232,8 @@ def _rounding_in(run: Run) -> _Rounding:
 
 
 def _other_losses(before: Run, after: Run, again: Run | None, *, fresh: bool = False) -> str | None:
-    """The first step with another loss; `fresh`: of those that begin with the weights of the run that is followed."""
+    """The first step with another loss; `fresh`: of those that begin with the weights of the run that
+    is followed."""
     allowed = _rounding_in(before).loss * (1 if fresh else _LATER)
     noise = _far(before.proof[0], again.proof[0]) if again is not None else []
     typical = max(allowed, _NOISE * median(noise or [0.0]))

@@ -1,8 +1,7 @@
 """A Python file being edited: arguments of calls, values of settings, torch's switches, autocast.
 
-A name counts as torch's where an import is all that gives it a meaning in its file. None instead of an edit says
-that it cannot be told from the source alone what to write.
-"""
+A name counts as torch's where an import is all that gives it a meaning in its file. None instead of
+an edit says that it cannot be told from the source alone what to write."""
 
 from __future__ import annotations
 
@@ -127,7 +126,8 @@ class PythonText(EditedText):
     # -- statements
 
     def set_switches(self, code: str) -> list[Splice] | None:
-        """Statements such as `torch.backends.cudnn.benchmark = True`: where the module has them, or behind imports."""
+        """Statements such as `torch.backends.cudnn.benchmark = True`: where the module has them, or
+        behind imports."""
         if not self._has_torch():
             return None
         splices = []

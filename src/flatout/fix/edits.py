@@ -1,4 +1,5 @@
-"""Edits of the person's own, made ready for a run: a command, and the files that are laid over the person's there.
+"""Edits of the person's own, made ready for a run: a command, and the files that are laid over the
+person's there.
 
     patched   a unified diff, which git applies to copies of the files that it names
     copied    an edited copy of the current folder: its files that are not as they are here
@@ -65,7 +66,8 @@ def patched(patches: Sequence[Path], command: Sequence[str], layer: Path) -> Edi
 
 
 def copied(copy: Path, command: Sequence[str], layer: Path) -> Edit:
-    """An edit that has the files of an edited copy of the current folder. What is not in the copy stays as it is."""
+    """An edit that has the files of an edited copy of the current folder. What is not in the copy
+    stays as it is."""
     here = Path.cwd()
     if not is_folder(copy):
         raise UsageError(f"--with {copy}: there is no such folder")
@@ -110,7 +112,8 @@ def _take(target: Path, copy: Path, removed: dict[str, None]) -> None:
 
 
 def _base_of(patch: Path) -> tuple[_Base, list[str]]:
-    """Where the names in a patch begin, and the names: where most of the files are there, the usual place first."""
+    """Where the names in a patch begin, and the names: where most of the files are there, the usual
+    place first."""
     here = Path.cwd()
     folders = [here, *(folder for folder in here.parents if (folder / ".git").exists())][:2]
     best: tuple[int, _Base, list[str]] | None = None
@@ -132,7 +135,8 @@ def _base_of(patch: Path) -> tuple[_Base, list[str]]:
 
 
 def _names_in(numstat: str) -> list[str]:
-    """The files that a patch is about, from `git apply --numstat -z`: lines added and removed, and the name."""
+    """The files that a patch is about, from `git apply --numstat -z`: lines added and removed, and
+    the name."""
     return [entry.split("\t", 2)[2] for entry in filter(None, numstat.split("\0"))]
 
 

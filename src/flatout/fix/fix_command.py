@@ -44,11 +44,12 @@ def fix(
     options: Mapping[str, Any] | None = None,
     unprotected: bool = False,
 ) -> FixResult:
-    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are thrown away.
+    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are
+    thrown away.
 
-    Until then they are kept there too, with the person's `options`: a fix that finds some there goes on with them.
-    Where no overlay can be mounted, it is refused, or if `unprotected` done with redirection alone.
-    """
+    Until then they are kept there too, with the person's `options`: a fix that finds some there goes
+    on with them. Where no overlay can be mounted, it is refused, or if `unprotected` done with
+    redirection alone."""
     progress = progress or ProgressListener()
     with own_folder() as folder, held(keep_in) if keep_in else nullcontext() as place:
         goes_on = keep_in is not None and can_resume(keep_in)
@@ -95,7 +96,8 @@ def _keep(result: FixResult, folder: Path) -> list[str]:
 def in_a_sandbox(
     search: Callable[[bool], Result], why_not: str, progress: ProgressListener, *, unprotected: bool
 ) -> Result:
-    """Search on overlays (`search(True)`). Where that is not possible, say so first, and go on only if allowed."""
+    """Search on overlays (`search(True)`). Where that is not possible, say so first, and go on only
+    if allowed."""
     if why_not and not unprotected:
         raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")
     progress.say(_REPEATED)
@@ -123,7 +125,8 @@ def _refused(why_not: str) -> UsageError:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder for all that runs record and write. Those of a killed fix, which may be large, go with its runs."""
+    """A folder for all that runs record and write. Those of a killed fix, which may be large, go with
+    its runs."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         try:
             with (left / _IN_USE).open("r+b") as owner:

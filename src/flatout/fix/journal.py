@@ -3,10 +3,10 @@
     FIX/unfinished/journal.json   whose fix it is, and for each run what was asked for and how it ended
                    01, 02 …       their recordings
 
-A search decides by its runs alone. So it is begun again from the start, with a `Journal` in place of the runner, which
-answers from the disk what was measured before. A proof that was under way is made again as a whole, since its runs go
-on from each other's weights, which may take gigabytes; the last comparison is, since the machine may have changed.
-"""
+A search decides by its runs alone. So it is begun again from the start, with a `Journal` in place of
+the runner, which answers from the disk what was measured before. A proof that was under way is made
+again as a whole, since its runs go on from each other's weights, which may take gigabytes; the last
+comparison is, since the machine may have changed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ _BASIS = {"command": list, "folder": str, "files": dict}
 
 
 def basis_of(command: Sequence[str]) -> dict[str, Any]:
-    """What a run depends on, as far as it shows from outside: a fix goes on only where all of it is the same."""
+    """What a run depends on, as far as it shows from outside: a fix goes on only where all of it is
+    the same."""
     gpus = Gpus(None, lambda _: None)
     try:
         names = [gpu.name for gpu in gpus.read(time.monotonic())]
@@ -120,7 +121,8 @@ def unfinished(command: Sequence[str], runs: Path) -> list[Unfinished]:
 
 
 def to_resume(command: Sequence[str], runs: Path, folder: Path | None = None) -> Unfinished:
-    """The fix to go on with: that in `folder`, or the latest of this command. Raises UsageError where there is none."""
+    """The fix to go on with: that in `folder`, or the latest of this command. Raises UsageError where
+    there is none."""
     if folder is not None:
         if not can_resume(folder):
             raise UsageError(f"--resume {folder}: there is no unfinished fix (one that came to its end leaves none)")
@@ -231,7 +233,8 @@ class _Kept:
 
 
 class Journal:
-    """A Runner that answers what was measured before from the disk, and notes what it has another one measure.
+    """A Runner that answers what was measured before from the disk, and notes what it has another one
+    measure.
 
     `place`: the folder of the journal. `way`: how files are protected, which is part of what was measured.
     """
@@ -302,7 +305,8 @@ class Journal:
 
     def _find(self, asked: str, timeout_s: float, after: str = "") -> _Kept | None:
         for kept in self._left:
-            # A trial that had less time than now may come to its end; and the runs of a proof belong together.
+            # A trial that had less time than now may come to its end; and the runs of a proof belong
+            # together.
             had_time = bool(after) or not kept.hung or kept.timeout_s > timeout_s - 1
             if kept.asked == asked and kept.after == after and had_time and not (after and self._measured):
                 return kept

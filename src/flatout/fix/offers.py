@@ -1,8 +1,8 @@
 """Trace → Offers: which changes to try next, those that promise much first, and of these the harmless ones first.
 
-A finding asks for changes, which are made by the script's own knob where it has one. Changes that belong together and
-rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails. docs/FIX.md lists the offers.
-"""
+A finding asks for changes, which are made by the script's own knob where it has one. Changes that
+belong together and rarely do harm make one Offer, which is tried as a whole and taken apart only if
+it fails. docs/FIX.md lists the offers."""
 
 from __future__ import annotations
 
@@ -227,8 +227,9 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
 
 
 def _with_data_path(permitted: list[Offer]) -> list[Offer]:
-    """A data path that promises little goes along with what promises much: workers that disturb nobody beside a slow
-    step may do so beside a fast one, and a larger batch needs its samples as fast."""
+    """A data path that promises little goes along with what promises much: workers that disturb
+    nobody beside a slow step may do so beside a fast one, and a larger batch needs its samples as
+    fast."""
     loading = next((o for o in permitted if o.promise < _MIN_PROMISE and o.only_loads), None)
     hosts = (*COMPUTE, "batch_size")
     host = next((o for o in permitted if o.promise >= _MIN_PROMISE and o.changes[0].name in hosts), None)
@@ -241,8 +242,8 @@ def _with_data_path(permitted: list[Offer]) -> list[Offer]:
 def _order(offer: Offer, *, compiled: bool) -> tuple[bool, bool, bool, float]:
     """What promises much comes first, and of that what leaves learning alone; then the rest in the same way.
 
-    Compiling comes last, since every later run pays for it at its start; once kept, another mode is like any change.
-    """
+    Compiling comes last, since every later run pays for it at its start; once kept, another mode is
+    like any change."""
     compiles = not compiled and all(change.name == "compile" for change in offer.changes)
     changes_learning = any(change.safety == "semantic" for change in offer.changes)
     return compiles, offer.promise < _MIN_PROMISE, changes_learning, -offer.promise
@@ -315,8 +316,8 @@ def _elastic(view: View, why: str) -> Change:
 
 
 def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
-    """One thread a worker, where threads outnumber the cores: by the script's own setting, else by limiting the
-    libraries, as the elastic loader does anyway."""
+    """One thread a worker, where threads outnumber the cores: by the script's own setting, else by
+    limiting the libraries, as the elastic loader does anyway."""
     workers, cores = view.metrics.workers, view.metrics.machine.cores or math.inf
     many = [knob for knob in view.knobs("threads", _is_count) if knob.value > 1 and workers * knob.value > cores]
     if many:

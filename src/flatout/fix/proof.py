@@ -1,9 +1,9 @@
 """Is training the same? Fingerprints of two runs → a Proof, in the words of the safety classes.
 
-`same_batches` compares what reaches the model, `same_loss` the loss and the weights; docs/FIX.md has what each class
-takes. Every five steps the one run goes on from the weights of the other: left on their own, some trainings make a 30%
-other loss of any rounding, so what a change does could not be told from that. Runs too short prove nothing, and say so.
-"""
+`same_batches` compares what reaches the model, `same_loss` the loss and the weights; docs/FIX.md has
+what each class takes. Every five steps the one run goes on from the weights of the other: left on
+their own, some trainings make a 30% other loss of any rounding, so what a change does could not be
+told from that. Runs too short prove nothing, and say so."""
 
 from __future__ import annotations
 
@@ -157,9 +157,8 @@ def _few(batch: Sequence[Any]) -> str:
 def _only_shuffled(ours: Sequence[ProofStep], theirs: Sequence[ProofStep]) -> bool:
     """Whether two runs part only in the shuffles of later passes.
 
-    They do when samples that draw random numbers are no longer loaded in the training process, whose stream of random
-    numbers seeds the shuffles.
-    """
+    They do when samples that draw random numbers are no longer loaded in the training process, whose
+    stream of random numbers seeds the shuffles."""
     places = [next(iter(in_order("begins", steps)[0]), None) for steps in (ours, theirs)]
     if places != ["here", "elsewhere"]:
         return False
@@ -230,8 +229,8 @@ def _difference(a: Sequence[float], b: Sequence[float]) -> _Difference:
 def _resampled_means(values: Sequence[float]) -> list[float]:
     """A bootstrap: sorted means of resamples by short blocks of neighbours, which wrap round the end.
 
-    Not the blocks of `model.stats`: a loss falls over these steps, and eight long blocks would take that for noise.
-    """
+    Not the blocks of `model.stats`: a loss falls over these steps, and eight long blocks would take
+    that for noise."""
     length = max(1, round(len(values) ** (1 / 3)))
     round_the_end = [*values, *values[: length - 1]]
     blocks = [mean_of(round_the_end[start : start + length]) for start in range(len(values))]
@@ -281,7 +280,8 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
     apart = _difference(a[-last:], b[-last:])
     if again:
         margin = max(margin, _REPEATS_APART * abs(_difference(a[-last:], again[-last:]).value))
-    # With the same bytes, the loss itself has to lie within the margin; with other random numbers, its interval may.
+    # With the same bytes, the loss itself has to lie within the margin; with other random numbers,
+    # its interval may.
     within = abs(apart.value) <= margin
     if reseeded:
         within = apart.low <= margin and apart.high >= -margin
@@ -378,8 +378,8 @@ def _typical_move(before: Run, after: Run) -> WeightMove | None:
 def _astray(before: Run, after: Run, within: float) -> str | None:
     """What weights do that those they follow do not, in words.
 
-    Other random numbers lead each tensor elsewhere: then only all of them together are asked, for a factor of two.
-    """
+    Other random numbers lead each tensor elsewhere: then only all of them together are asked, for a
+    factor of two."""
     moved = _typical_move(before, after)
     if moved is None:
         return None
@@ -392,7 +392,8 @@ def _astray(before: Run, after: Run, within: float) -> str | None:
     still = sum(move.length < _STANDS_STILL for move in moves)
     if still > 1 and still > len(moves) / 10:
         return f"weights stand still {still} times of {len(moves)}"
-    # All tensors together hide one that no longer learns. A small one is further off by chance than a large one.
+    # All tensors together hide one that no longer learns. A small one is further off by chance than a
+    # large one.
     for drift in after.drifts:
         by_chance = _MOST_COHERENCE * (1 + 2 / math.sqrt(drift.size))
         if drift.drift > _MOST_DRIFT and drift.coherence > by_chance:

@@ -3,10 +3,10 @@
     the command as it was ─► + reseeded ─┬─► + identical
                                          └─► + identical + equivalent
 
-Classes are proven one on top of the other, so that two runs that are compared differ in one class only. Each run
-follows the one it is compared with: every few steps it goes on from that one's weights (inside/weights.py). Where the
-loss differs by too much, that one is repeated on its own, which shows how far the machine alone makes runs differ.
-"""
+Classes are proven one on top of the other, so that two runs that are compared differ in one class
+only. Each run follows the one it is compared with: every few steps it goes on from that one's weights
+(inside/weights.py). Where the loss differs by too much, that one is repeated on its own, which shows
+how far the machine alone makes runs differ."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def proof_steps(changes: Sequence[Change]) -> int:
 
 @dataclass(kw_only=True)
 class ProofRuns:
-    """The runs of a proof, each made once: `make` takes what they are for, in words, and makes all of them."""
+    """The runs of a proof, each made once: `make` takes what they are for, in words, and makes all of
+    them."""
 
     make: Callable[[str, Sequence[ProofRun]], list[Run]]
     side_by_side: bool
@@ -116,10 +117,9 @@ def _prove_class(
 ) -> Generator[Verdict, None, Changes]:
     """Verdicts on all of these together, or else on one after the other; returns those that passed.
 
-    Their runs, with those `beside` them, are compared with `base`: the same bytes have to reach the model, as far
-    as `standings` say; without any, the loss has to be the same. `whole`: the run of all of them, where others
-    follow it.
-    """
+    Their runs, with those `beside` them, are compared with `base`: the same bytes have to reach the
+    model, as far as `standings` say; without any, the loss has to be the same. `whole`: the run of
+    all of them, where others follow it."""
     repeat: Run | None = None
     steps, once_more = PARITY_STEPS, _on_its_own(base)
     if standings:

@@ -26,7 +26,8 @@ class ProgressListener:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """A change that was tried, `together` with others. `how`, `where` and `also` say how it was made, and where."""
+    """A change that was tried, `together` with others. `how`, `where` and `also` say how it was made,
+    and where."""
 
     outcome: Outcome
     gain: Gain | None = None

@@ -1,8 +1,8 @@
 """One run of the user's command in the sandbox, and what it measured.
 
-`Runner` makes runs (`Launcher` really does, tests simulate them); a `Run` is what became of one, read from what it left
-in its folder. Most runs are timed trials; a `ProofRun` is one with fingerprints, that nobody times.
-"""
+`Runner` makes runs (`Launcher` really does, tests simulate them); a `Run` is what became of one, read
+from what it left in its folder. Most runs are timed trials; a `ProofRun` is one with fingerprints,
+that nobody times."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
 class WeightMove(NamedTuple):
-    """How far weights have come since they were another run's: as a share of its way, and in how much its direction (a
-    cosine)."""
+    """How far weights have come since they were another run's: as a share of its way, and in how much
+    its direction (a cosine)."""
 
     length: float
     direction: float
@@ -63,9 +63,9 @@ class WeightMove(NamedTuple):
     def as_far(self, within: float) -> bool:
         """Whether as far as the other run's, within such a factor.
 
-        On their own, since other random numbers in the model (dropout) turn them elsewhere; or along the other's way,
-        since rounding alone moves weights that nothing else does (a bias before a batch norm).
-        """
+        On their own, since other random numbers in the model (dropout) turn them elsewhere; or along
+        the other's way, since rounding alone moves weights that nothing else does (a bias before a
+        batch norm)."""
         return any(1 / within <= far <= within for far in (self.length, self.length * self.direction))
 
 
@@ -94,7 +94,8 @@ class Content(NamedTuple):
 
 
 class LearnedGroup(NamedTuple):
-    """The weights that one group of an optimizer trains, with their settings; or the buffers of the models."""
+    """The weights that one group of an optimizer trains, with their settings; or the buffers of the
+    models."""
 
     kind: str  # the optimizer's class, or "buffers"
     settings: dict[str, Any]
@@ -107,7 +108,8 @@ class ProofStep:
 
     inputs: tuple[str, ...] = ()  # checksums
     indices: tuple[tuple[Any, ...], ...] = ()  # the samples of each batch
-    # Where a batch begins a pass over the data: "here" if it was loaded in the training process, or "elsewhere".
+    # Where a batch begins a pass over the data: "here" if it was loaded in the training process, or
+    # "elsewhere".
     begins: tuple[str | None, ...] = ()
     loss: float | None = None  # the mean of `losses`
     losses: tuple[float, ...] = ()  # of its backward passes
@@ -140,7 +142,8 @@ class Runner(Protocol):
         ...
 
     def measure_afresh(self) -> None:
-        """What runs from now on is compared with one another: no run of an earlier time may stand in for it."""
+        """What runs from now on is compared with one another: no run of an earlier time may stand in
+        for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +259,8 @@ class Run:
         return why_without_effect(change, self.metrics.facts)
 
     def why_no_baseline(self, steps: int) -> str:
-        """Why nothing can be compared with this run of the command as it is, which was to take so many steps."""
+        """Why nothing can be compared with this run of the command as it is, which was to take so
+        many steps."""
         taken = self.metrics.breakdown.steps if self.trace is not None else 0
         if self.hung:
             hint = "takes fewer steps (--steps 20), or more time (--budget)" if taken < steps else "does not end"
@@ -301,12 +305,12 @@ def runs_at_once(before: Run, now: Run) -> int:
 
 
 class Launcher:
-    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the user's.
+    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of
+    the user's.
 
-    By an `overlay` or by redirection; None: as the system permits. With `edits`, by name, a run may have one of them,
-    and proofs are recorded closely. Raises OverlayError where a run fails because of its overlay, and RealWriteError
-    where one has written all the same.
-    """
+    By an `overlay` or by redirection; None: as the system permits. With `edits`, by name, a run may
+    have one of them, and proofs are recorded closely. Raises OverlayError where a run fails because
+    of its overlay, and RealWriteError where one has written all the same."""
 
     def __init__(
         self,
@@ -349,9 +353,8 @@ class Launcher:
     def _check_overlay(self, run: Run, *, first: bool) -> None:
         """Raise OverlayError where a run has failed because of its overlay.
 
-        A disk takes none, or files of others could not be copied into it; the latter may be why the `first` run fails
-        without saying so (torch.save does not).
-        """
+        A disk takes none, or files of others could not be copied into it; the latter may be why the
+        `first` run fails without saying so (torch.save does not)."""
         if run.code in (0, launcher.TIMED_OUT) or not self._overlay:
             return
         if _READ_ONLY.search(run.output):

@@ -255,8 +255,8 @@ class Search:
     def _try_in_turns(self, offer: Offer) -> None:
         """Decide each change to computing in one run, which in the end measures those that pay.
 
-        A data path that goes with them is in force from its start, and kept with any of them or judged by itself.
-        """
+        A data path that goes with them is in force from its start, and kept with any of them or
+        judged by itself."""
         live = self._decided_in_turns(offer)
         run = self._run_trial(offer, turns=live)
         under_way = {result.name for result in run.turns if result.state == "under way"}
@@ -324,10 +324,9 @@ class Search:
     def _judge(self, offer: Offer, *, again: bool) -> tuple[Gain, bool]:
         """The gain of an offer that ran, and whether it pays.
 
-        While the answer is open, the side that has run less often runs again, four times at the most. It is open
-        until a repeat has shown the gain, or it is too large for noise, or it cannot reach 2%. Small gains stay
-        open until nothing else is left to try (`again`).
-        """
+        While the answer is open, the side that has run less often runs again, four times at the most.
+        It is open until a repeat has shown the gain, or it is too large for noise, or it cannot reach
+        2%. Small gains stay open until nothing else is left to try (`again`)."""
         kept, new = self.result.kept, with_changes(self.result.kept, offer.changes)
         repeats = 0
         while True:
@@ -422,7 +421,8 @@ class Search:
     # -- evaluation and checkpoints --
 
     def _try_rarer_pauses(self) -> None:
-        """A run over an epoch shows how long pauses take, one over two that some are left out; the gain is arithmetic.
+        """A run over an epoch shows how long pauses take, one over two that some are left out; the
+        gain is arithmetic.
 
         Two epochs, because a script may evaluate after the first in any case.
         """
@@ -588,7 +588,8 @@ class Search:
         if self._trials.after.short_epoch:
             self._remark(self._trials.after.short_epoch)
         self._progress.say(f"before → after: {gained}")
-        # What was kept was picked for how fast it looked: the last runs have to agree, or all of them be sure.
+        # What was kept was picked for how fast it looked: the last runs have to agree, or all of them
+        # be sure.
         confirmed = gained.low > 1
         if fresh:
             confirmed = gain(fresh[:1], fresh[1:], ONE_RUN).value >= 1

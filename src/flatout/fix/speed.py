@@ -153,7 +153,8 @@ def _warming_up(trace: Trace, rows: Sequence[_Row]) -> int:
 
 def gain_of_rarer_pauses(runs: Sequence[Speed], before_s: float, after_s: float, noise: RunNoise) -> Gain:
     """The gain where only evaluation and checkpoints changed, from `before_s` to `after_s` a sample."""
-    # Longer steps make pauses a smaller share: how large would the gain be with steps that much longer, or shorter?
+    # Longer steps make pauses a smaller share: how large would the gain be with steps that much
+    # longer, or shorter?
     step_s, sure = 1 / pooled(runs).value, math.exp(unsure(runs, runs, noise))
 
     def with_steps(longer: float) -> float:

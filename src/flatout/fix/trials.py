@@ -1,4 +1,5 @@
-"""The runs of a fix: the time they may take (`TimeBudget`), making them (`Trials`), and their speeds (`RunHistory`)."""
+"""The runs of a fix: the time they may take (`TimeBudget`), making them (`Trials`), and their speeds
+(`RunHistory`)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _RARER = 0.75  # of what they took, at the most, where some of them are left out
 
 
 class TimeBudget:
-    """Adds up seconds. A run is expected to take as long as the longest so far; the compiler's time is apart."""
+    """Adds up seconds. A run is expected to take as long as the longest so far; the compiler's time
+    is apart."""
 
     def __init__(self, budget_s: float, clock: Callable[[], float] = time.monotonic, *, spent_s: float = 0.0) -> None:
         self._budget_s = budget_s
@@ -121,8 +123,8 @@ class Trials:
         turns: Sequence[Change] = (),
         elastic: bool = False,
     ) -> Run:
-        """A run with these changes. `steps`: other than usual. `turns`: those of them that it decides one by one.
-        `elastic`: its script may have the elastic loader.
+        """A run with these changes. `steps`: other than usual. `turns`: those of them that it decides
+        one by one. `elastic`: its script may have the elastic loader.
 
         X-ray and ceiling are taken where its steps are shorter than `look_below_s` (always, if None); else
         they are those of what is kept."""
@@ -235,7 +237,8 @@ class Trials:
 
 
 class RunHistory:
-    """The speeds of all runs by plan. They leave out evaluation and checkpoints: plans that differ in these are one."""
+    """The speeds of all runs by plan. They leave out evaluation and checkpoints: plans that differ in
+    these are one."""
 
     def __init__(self) -> None:
         self._speeds: dict[str, list[Speed]] = {}

@@ -4,9 +4,8 @@
     A leads; B follows it, and A once more      with fingerprints, judged by edit_proof               ─► proof
                                                                     both ─► EditResult, which has a verdict
 
-A is the command as it is, B the same with an edit. Each of several edits is tried on its own; then those that passed,
-together. How many steps a proof has follows the time that is left.
-"""
+A is the command as it is, B the same with an edit. Each of several edits is tried on its own; then
+those that passed, together. How many steps a proof has follows the time that is left."""
 
 from __future__ import annotations
 
@@ -114,9 +113,9 @@ class TryResult:
 
 
 class TryOut:
-    """Tries edits, each an EditResult to fill in. `together` makes one edit of several, for the runner; it raises
-    UsageError where they do not fit. `spent_s` of the budget are gone; `plan`: what the command has without an edit.
-    """
+    """Tries edits, each an EditResult to fill in. `together` makes one edit of several, for the
+    runner; it raises UsageError where they do not fit. `spent_s` of the budget are gone; `plan`: what
+    the command has without an edit."""
 
     def __init__(
         self,
@@ -224,7 +223,8 @@ class TryOut:
     # -- the same training --
 
     def _prove(self, edits: Sequence[EditResult]) -> None:
-        """The command without an edit leads, the edits follow; so does it, where one is not the same to the bit."""
+        """The command without an edit leads, the edits follow; so does it, where one is not the same
+        to the bit."""
         if not edits:
             return
         steps = self._proof_steps(len(edits) + 1)
@@ -314,7 +314,8 @@ def try_edits(
     progress: ProgressListener | None = None,
     unprotected: bool = False,
 ) -> TryResult:
-    """Try patches, an edited `copy` of the current folder, `variables`, or the command `against` an older one."""
+    """Try patches, an edited `copy` of the current folder, `variables`, or the command `against` an
+    older one."""
     progress = progress or ProgressListener()
     with own_folder() as folder:
         before, edits = tuple(command), {}

@@ -1,9 +1,8 @@
 """The patch of a fix, tried before it is called proven: is the edited script what the plan is?
 
-Not against the command as it was: bf16 or another loader trains in another way, and was proven by its own class. The
-edited script (B) runs beside the command with the plan (A), in turns, and has to train the same from the same weights
-(`edit_proof`) and to reach the plan's speed.
-"""
+Not against the command as it was: bf16 or another loader trains in another way, and was proven by its
+own class. The edited script (B) runs beside the command with the plan (A), in turns, and has to train
+the same from the same weights (`edit_proof`) and to reach the plan's speed."""
 
 from __future__ import annotations
 
@@ -92,7 +91,8 @@ def try_patch(
     steps: int | None,
     progress: ProgressListener,
 ) -> FilePatch:
-    """The patch with what was found out about it, in what is left of the budget. The plan has to be on the disk."""
+    """The patch with what was found out about it, in what is left of the budget. The plan has to be
+    on the disk."""
     if not patch.files and patch.command == tuple(command):
         return _with(patch, "not tried", "there is nothing of it to try")
     try:

@@ -1,11 +1,11 @@
 """PyTorch's compiler in our hands: loaded only when it is used, and rounding as the eager kernels do.
 
-The first step of every optimizer imports `torch._dynamo`, if only to say that it must not be compiled: seconds, in
-each of a dozen trials. There a placeholder answers just this.
+The first step of every optimizer imports `torch._dynamo`, if only to say that it must not be
+compiled: seconds, in each of a dozen trials. There a placeholder answers just this.
 
-The compiler leaves out the rounding between fused operations in half precision. With torch 2.11 the gradients of a
-compiled soft-argmax were twice as far off as those of eager bf16 (docs/BENCHMARKS.md, `captcha`).
-"""
+The compiler leaves out the rounding between fused operations in half precision. With torch 2.11 the
+gradients of a compiled soft-argmax were twice as far off as those of eager bf16 (docs/BENCHMARKS.md,
+`captcha`)."""
 
 from __future__ import annotations
 

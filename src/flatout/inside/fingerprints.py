@@ -2,13 +2,14 @@
 
     loaders ── the indices of each training batch     root modules ── a checksum of each input
     backward ── the loss                              weights ── how they moved, beside another run's
-    closely: evaluation too, a few numbers for each input (see `contents`), and what is trained (see `learned`)
+    closely: evaluation too, a few numbers for each input (see `contents`), and what is trained (see
+    `learned`)
                                                       ──► proof-<rank>.jsonl, a line a step, when the run ends
 
-What a model made itself (a critic's input, a recurrent net's last state) is not data, and on a GPU never the same
-twice. A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64: the
-same on any device and in any order of adding, but not when two words change places.
-"""
+What a model made itself (a critic's input, a recurrent net's last state) is not data, and on a GPU
+never the same twice. A checksum is a sum over all 8-byte words, each times an odd number that depends
+on its place, modulo 2^64: the same on any device and in any order of adding, but not when two words
+change places."""
 
 from __future__ import annotations
 
@@ -180,8 +181,8 @@ def _step() -> dict[str, Any]:
 class Projections:
     """A tensor's length, and its projections on a few directions drawn by chance, the same ones in every run.
 
-    They stay on the device. In double precision, and in parts, so that a large tensor takes little memory beside it.
-    """
+    They stay on the device. In double precision, and in parts, so that a large tensor takes little
+    memory beside it."""
 
     def __init__(self) -> None:
         self._drawn: dict[Any, Any] = {}  # by device
@@ -220,7 +221,8 @@ def _groups(optimizers: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _group(named: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any], list[str]]:
-    """A group of an optimizer's weights: its class, its settings as they are now, and the shapes of the weights."""
+    """A group of an optimizer's weights: its class, its settings as they are now, and the shapes of
+    the weights."""
     kind, group = named
     settings = {key: value for key, value in group.items() if key not in _NO_SETTINGS and _is_plain(value)}
     settings = {key: value.detach().clone() if _is_number(value) else value for key, value in settings.items()}

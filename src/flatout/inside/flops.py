@@ -1,8 +1,8 @@
 """How many floating-point operations the model takes in a training step, counted in one of the first.
 
-Forward passes are counted, below autograd, where every operation has its sizes; a backward pass is taken for twice its
-forward. Nothing is counted where something is compiled: the compiler would have to look through the count.
-"""
+Forward passes are counted, below autograd, where every operation has its sizes; a backward pass is
+taken for twice its forward. Nothing is counted where something is compiled: the compiler would have
+to look through the count."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class FlopCount(TorchDispatchMode):
         return _TIMES_FORWARD * self._forward if self._complete and self._forward else None
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, counted. Where it raises it is made again without the count, from the same random numbers."""
+        """The call, counted. Where it raises it is made again without the count, from the same random
+        numbers."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             on_gpu = torch.cuda.is_initialized()

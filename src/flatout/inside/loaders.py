@@ -3,9 +3,8 @@
     training process   LoaderNotes   writes to the dataset, tokens
     each worker        Meter         time in `__getitem__`, its transforms, collate, and waiting
 
-Wall time, CPU time and run delay together tell a slow disk from too many workers. Now and then a worker appends its
-totals to a file of its rank, in one short atomic write.
-"""
+Wall time, CPU time and run delay together tell a slow disk from too many workers. Now and then a
+worker appends its totals to a file of its rank, in one short atomic write."""
 
 from __future__ import annotations
 
@@ -96,7 +95,8 @@ class TokenCounts:
 
 
 def _fields(batch: Any) -> Mapping[str, Any] | None:
-    """The tensors of a batch by name, where some of them are tokens; they may be the first part of a tuple."""
+    """The tensors of a batch by name, where some of them are tokens; they may be the first part of a
+    tuple."""
     if isinstance(batch, (tuple, list)) and batch:
         batch = batch[0]
     return batch if isinstance(batch, Mapping) and (_IDS in batch or _MASK in batch) else None
@@ -135,7 +135,8 @@ class LoaderNotes:
 
     def __init__(self) -> None:
         self._seen: dict[int, _SeenLoader] = {}
-        # Of datasets that the training process reads itself; what grows shows where the size of a batch is known.
+        # Of datasets that the training process reads itself; what grows shows where the size of a
+        # batch is known.
         self.watched: dict[int, tuple[DatasetCheck, Callable[[], str | None] | None]] = {}
 
     def pass_begins(self, number: int, loader: Any) -> None:

@@ -2,11 +2,11 @@
 
     timing ──push/pop/fetched/stepped──► Recorder ──Step──► emit
 
-`push` and `pop` cut the time line, and each piece belongs to the innermost phase. In steps that are looked at closely,
-every cut drops an event into the GPU's queue. In the others (`light`) what is computed is one piece, and the commonest
-events only go on a tape: between two steps the processor forgets our code, which then costs ten times what it costs in
-a loop. Nothing here imports torch, waits for the GPU, or does I/O.
-"""
+`push` and `pop` cut the time line, and each piece belongs to the innermost phase. In steps that are
+looked at closely, every cut drops an event into the GPU's queue. In the others (`light`) what is
+computed is one piece, and the commonest events only go on a tape: between two steps the processor
+forgets our code, which then costs ten times what it costs in a loop. Nothing here imports torch,
+waits for the GPU, or does I/O."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class _Piece:
     loader: int | None  # whose batch it waited for
 
     def goes_on_as(self, name: str, where: str | None, start_s: float, loader: int | None, mark: int | None) -> bool:
-        """Whether what begins then is more of the same. Else a collection or a signal handler came between."""
+        """Whether what begins then is more of the same. Else a collection or a signal handler came
+        between."""
         same = self.name == name and self.end_s == start_s and self.where == where and self.loader == loader
         return same and self.mark is None and mark is None
 
@@ -138,8 +139,8 @@ class Recorder:
     def phase(self) -> str:
         """What the thread is doing, to be read from another thread; in a step of another kind, that kind.
 
-        The first step may hold much of the set-up (a batch looked at before the model is built), and counts with it.
-        """
+        The first step may hold much of the set-up (a batch looked at before the model is built), and
+        counts with it."""
         if self._open.kind != "train":
             return "setup" if self._open.kind == "warmup" else self._open.kind
         return self.doing
@@ -157,7 +158,8 @@ class Recorder:
 
     @property
     def still_s(self) -> float:
-        """How long the thread has been doing that, to be read from another thread; 0 where it is not known."""
+        """How long the thread has been doing that, to be read from another thread; 0 where it is not
+        known."""
         return 0.0 if self.light else self.clock() - self._cut_s
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
@@ -452,9 +454,9 @@ class Recorder:
 
 
 class _Evaluation:
-    """Tells evaluation from training by what follows a forward pass without gradients, which is suspected: with a
-    training forward or a backward pass it was part of training (a teacher), with the next batch of the same loader, or
-    of training's, it was evaluation."""
+    """Tells evaluation from training by what follows a forward pass without gradients, which is
+    suspected: with a training forward or a backward pass it was part of training (a teacher), with
+    the next batch of the same loader, or of training's, it was evaluation."""
 
     def __init__(self) -> None:
         self.on = False

@@ -80,7 +80,8 @@ class Process:
         return self.recording
 
     def make_changes(self, options: Options, ledger: Ledger) -> Applied | None:
-        """Have the changes in the ledger made from now on, and what a trial imposes; None where there is nothing."""
+        """Have the changes in the ledger made from now on, and what a trial imposes; None where there
+        is nothing."""
         if self.applied is None and (ledger.changes or options.trial is not None):
             from flatout.inside.changes.applied import Applied  # seldom needed, and not small
 
@@ -105,7 +106,8 @@ class Process:
                 self._paused.start()
 
     def _start_over_in_child(self) -> None:
-        """In a forked child nothing is written for the parent. A child that trains gets a recording of its own."""
+        """In a forked child nothing is written for the parent. A child that trains gets a recording
+        of its own."""
         recording = self.recording
         if recording is None or recording.closed:
             return
@@ -198,7 +200,8 @@ class Recording:
             self._time.on_leaving(changes.leave)
 
     def feeds_in_use(self) -> list[BatchScheduler]:
-        """What makes the batches of the loaders that training reads from at present, where that is flatout's."""
+        """What makes the batches of the loaders that training reads from at present, where that is
+        flatout's."""
         from flatout.feed.loader import feed_of
 
         loaders = (self._loaders_by_number.get(number) for number in sorted(self.recorder.train_loaders))

@@ -244,7 +244,8 @@ class RootModules:
 
 
 class _Mark:
-    """Stands where a module keeps its compiled call, around what was there. Pickled or copied, it becomes None."""
+    """Stands where a module keeps its compiled call, around what was there. Pickled or copied, it
+    becomes None."""
 
     __slots__ = ("_module", "_roots", "armed", "called", "changed", "inner", "timed", "trained")
 

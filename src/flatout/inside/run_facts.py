@@ -1,5 +1,5 @@
-"""What is known of this training process beside its steps: switches, versions, optimizer and loaders; attention written
-out by hand. It looks, and changes nothing."""
+"""What is known of this training process beside its steps: switches, versions, optimizer and loaders;
+attention written out by hand. It looks, and changes nothing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def in_force(optimizer: dict[str, Any]) -> Facts:
 
 
 def ranks() -> tuple[int, int]:
-    """This process among those that train together, and how many there are, as torch or the environment says."""
+    """This process among those that train together, and how many there are, as torch or the
+    environment says."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0
@@ -99,8 +100,8 @@ def _gpu() -> dict[str, Any]:
 
 
 def gradient_exchange(modules: Iterable[Any]) -> GradientExchange | None:
-    """How long the ranks' gradients take to exchange, while backward computes (`hidden_ms`) and after it; timed by
-    DistributedDataParallel in the first steps and every hundredth."""
+    """How long the ranks' gradients take to exchange, while backward computes (`hidden_ms`) and after
+    it; timed by DistributedDataParallel in the first steps and every hundredth."""
     for module in modules:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             timed = module._get_ddp_logging_data()
@@ -296,9 +297,8 @@ _BEFORE_SOFTMAX = frozenset({
 class AttentionWatch:
     """Looks for a softmax over T×T scores, and the line it is called in; `found` is the longest.
 
-    In the few steps after the first, and where nothing is compiled: a compiler that has seen our wrapper would compile
-    again when it is taken off.
-    """
+    In the few steps after the first, and where nothing is compiled: a compiler that has seen our
+    wrapper would compile again when it is taken off."""
 
     def __init__(self, patches: Patches) -> None:
         self.found: WrittenAttention | None = None
@@ -346,9 +346,9 @@ class AttentionWatch:
 
 
 def _of_a_product(made_by: Any, most: int = 40) -> bool:
-    """Whether scores are a product that was scaled and masked, at the most: no ready-made attention does more, such as
-    the leaky ReLU of a graph attention. Of scores without a gradient nobody knows: frozen ones count, an evaluation's
-    do not."""
+    """Whether scores are a product that was scaled and masked, at the most: no ready-made attention
+    does more, such as the leaky ReLU of a graph attention. Of scores without a gradient nobody knows:
+    frozen ones count, an evaluation's do not."""
     if made_by is None:
         return torch.is_grad_enabled()
     waiting = [made_by]

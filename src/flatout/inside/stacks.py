@@ -1,9 +1,10 @@
-"""Where a thread spends its time, by line: a thread of ours looks at its Python stack, every 10 ms at first, later
-every 125 ms. A look stands for the time since the one before, in the phase that it falls into.
+"""Where a thread spends its time, by line: a thread of ours looks at its Python stack, every 10 ms at
+first, later every 125 ms. A look stands for the time since the one before, in the phase that it falls
+into.
 
-The interpreter hands over at calls and turns of a loop, so time in operators on plain Python objects shows at the next
-call of the same function. Code objects and numbers are kept, never frames: those would keep the script's tensors alive.
-"""
+The interpreter hands over at calls and turns of a loop, so time in operators on plain Python objects
+shows at the next call of the same function. Code objects and numbers are kept, never frames: those
+would keep the script's tensors alive."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from flatout.redact import redact_code, redact_text
 
 DENSE_S, DENSE_EVERY_S, SPARSE_EVERY_S = 10.0, 0.01, 0.125
 _LOOKS_A_SECOND = 8
-# How long a thread keeps the interpreter's lock when another asks: at the usual 5 ms, shorter lines are never seen.
+# How long a thread keeps the interpreter's lock when another asks: at the usual 5 ms, shorter lines
+# are never seen.
 _QUICK_SWITCH_S = 1e-4
 _DEEPEST = 128  # frames of a stack
 _MOST_STACKS, _MOST_KEPT = 300, 4000  # in a record, in memory
@@ -65,10 +67,9 @@ _STARTS_OTHERS = ("torch/distributed/run.py", "accelerate/commands/launch.py", "
 class StackSampler:
     """Looks at the stack of one thread from `start` to `stop`.
 
-    `phase` says what that thread is doing; None: do not look. Dense looks begin when the phase is another than
-    `sparse_phase`. Looks count once the number of `steps` is another: what comes after the last step is no training.
-    `now_and_then` is called about once a second.
-    """
+    `phase` says what that thread is doing; None: do not look. Dense looks begin when the phase is
+    another than `sparse_phase`. Looks count once the number of `steps` is another: what comes after
+    the last step is no training. `now_and_then` is called about once a second."""
 
     def __init__(
         self,
@@ -194,7 +195,8 @@ class StackSampler:
 
 
 class _Looks:
-    """What was seen: seconds and looks by phase and stack, and the seconds of forward passes by what they pass."""
+    """What was seen: seconds and looks by phase and stack, and the seconds of forward passes by what
+    they pass."""
 
     def __init__(self) -> None:
         self.stacks: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -226,8 +228,8 @@ def _largest(seen: dict[Key, list[float]], most: int) -> defaultdict[Key, list[f
 
 
 def in_words(thread: int) -> str:
-    """The innermost line of the user's in a thread, and what it called in a library; empty where there is none, and in
-    a process that only starts others."""
+    """The innermost line of the user's in a thread, and what it called in a library; empty where
+    there is none, and in a process that only starts others."""
     stack = lines_of(thread)
     lines = shown(stack)
     own = [line for line in lines if is_own(line[0].co_filename)]
@@ -253,11 +255,12 @@ def lines_of(thread: int) -> list[Line]:
 
 
 def _lines_at_once(thread: int) -> list[Line]:
-    """The same in one call of C, with the garbage collector off: the interpreter's lock is not given up meanwhile.
+    """The same in one call of C, with the garbage collector off: the interpreter's lock is not given
+    up meanwhile.
 
-    Python 3.11 makes a frame's object when somebody asks for it, and that may begin a garbage collection, whose
-    finalizers give up the lock. The frame is gone when they are done, and the process crashes.
-    """
+    Python 3.11 makes a frame's object when somebody asks for it, and that may begin a garbage
+    collection, whose finalizers give up the lock. The frame is gone when they are done, and the
+    process crashes."""
     was_on: list[bool] = []
     frames: list[Any] = []
     codes: list[CodeType | None] = []
@@ -286,14 +289,15 @@ def _lines_at_once(thread: int) -> list[Line]:
 
 @functools.lru_cache(maxsize=4096)
 def _line_before(code: CodeType, instruction: int) -> int:
-    """The line of the last instruction up to this one that has a line: those that close a loop may have none."""
+    """The line of the last instruction up to this one that has a line: those that close a loop may
+    have none."""
     before = (line for start, _, line in code.co_lines() if line and start <= instruction)
     return max(deque(before, maxlen=1), default=code.co_firstlineno)
 
 
 def shown(stack: Iterable[Line]) -> tuple[Line, ...]:
-    """What is kept of a stack, outermost first: the user's own lines, the first call into a library from there, the
-    first into torch, and the innermost one."""
+    """What is kept of a stack, outermost first: the user's own lines, the first call into a library
+    from there, the first into torch, and the innermost one."""
     own: list[Line] = []
     library: list[Line] = []  # inside the innermost line of the user's
     for line in stack:

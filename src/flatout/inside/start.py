@@ -110,7 +110,8 @@ when_imported = _imports.when
 
 
 class Settings:
-    """Values the script read from its command line, from YAML and JSON files and from Python config modules."""
+    """Values the script read from its command line, from YAML and JSON files and from Python config
+    modules."""
 
     def __init__(self) -> None:
         self.read: list[SettingsRead] = []
@@ -280,7 +281,8 @@ def _begin(options: Options, *, late: bool = False) -> Recording:
 
 
 class Attachment:
-    """A recording, which ends with the process, with `close`, or with the `with` block: then `show` is called."""
+    """A recording, which ends with the process, with `close`, or with the `with` block: then `show`
+    is called."""
 
     def __init__(
         self, folder: Path | None, recording: Recording | None, show: Callable[[Path], None] | None = None
@@ -321,7 +323,8 @@ def attach(
     name: str = "",
     show: Callable[[Path], None] | None = None,
 ) -> Attachment:
-    """What `flatout.attach` does; a recording of its own can have a `name`, end after `max_steps`, and be shown."""
+    """What `flatout.attach` does; a recording of its own can have a `name`, end after `max_steps`,
+    and be shown."""
     import torch
 
     launched = Options.from_environment(os.environ)
@@ -340,7 +343,8 @@ def attach(
 
 
 def apply(plan: str | Path) -> None:
-    """Make a plan's changes in this process; call it before the loader, the optimizer and the model are built.
+    """Make a plan's changes in this process; call it before the loader, the optimizer and the model
+    are built.
 
     What `flatout run --plan` makes already is not made twice; with FLATOUT=off nothing is changed.
     """

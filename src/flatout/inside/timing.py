@@ -1,9 +1,9 @@
-"""What happens in the training thread (Timing: the TIME stage of the patch layer), and what the GPU does meanwhile
-(CudaClock, LossReader). A Recorder gets both.
+"""What happens in the training thread (Timing: the TIME stage of the patch layer), and what the GPU
+does meanwhile (CudaClock, LossReader). A Recorder gets both.
 
-An exception of ours takes all of this off, once and with one line; the script's calls go through. CUDA is touched by
-the training thread only, never while a graph is captured, and nothing waits for it.
-"""
+An exception of ours takes all of this off, once and with one line; the script's calls go through.
+CUDA is touched by the training thread only, never while a graph is captured, and nothing waits for
+it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ Phase = Callable[..., str | None]
 
 
 class Timing:
-    """Times the training thread's calls for one Recorder, and tells a Recording what else it wants to know."""
+    """Times the training thread's calls for one Recorder, and tells a Recording what else it wants to
+    know."""
 
     def __init__(self, time: Subscriber, roots: RootModules, recorder: Recorder, recording: Recording) -> None:
         self._recorder = recorder
@@ -102,7 +103,8 @@ class Timing:
             self._recording.close()
 
     def _build_phase(self, phase: Phase, computes: bool, point: PatchPoint) -> Any:
-        """Time a call as what `phase(*arguments)` says, if it is not None; what `computes` not in light steps."""
+        """Time a call as what `phase(*arguments)` says, if it is not None; what `computes` not in
+        light steps."""
         recorder, time = self._recorder, self._time
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +173,8 @@ class Timing:
         return get
 
     def _fetch(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A batch, with the waiting for it timed; a look at its dataset, before and after, is our own work."""
+        """A batch, with the waiting for it timed; a look at its dataset, before and after, is our own
+        work."""
         recorder, loaders = self._recorder, self._recording.loaders
         if loader not in loaders.watched:
             return self._fetch_timed(loader, fetch, *args, **kwargs)
@@ -252,7 +255,8 @@ class Timing:
         return self._around_compiled(model, compiled)
 
     def _around_compiled(self, function: Any, compiled: Any) -> Any:
-        """Time a compiled function. An optimizer step in it calls no hook: it shows by what was written to."""
+        """Time a compiled function. An optimizer step in it calls no hook: it shows by what was
+        written to."""
         recorder, roots = self._recorder, self._roots
         steps_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
 
@@ -292,7 +296,8 @@ class Timing:
         running: list[int] = []  # steps that have begun, by their depth (0: not split); one may call another
 
         def leave_raised(frame: FrameType) -> None:
-            """Only steps whose frames are there still go on; frames are not kept, as they hold what callers have."""
+            """Only steps whose frames are there still go on; frames are not kept, as they hold what
+            callers have."""
             going_on = _callers_like(frame)
             depths = [depth for depth in running[going_on:] if depth]
             del running[going_on:]
@@ -505,8 +510,8 @@ def _skip_our_code(eval_frame: Any) -> None:
 
 
 class CudaClock:
-    """Drops events into the stream a step began in (copies ahead of time go through another one), and reads the time
-    between neighbours once they have passed."""
+    """Drops events into the stream a step began in (copies ahead of time go through another one), and
+    reads the time between neighbours once they have passed."""
 
     def __init__(self) -> None:
         self._pool: list[Any] = []
@@ -543,7 +548,8 @@ class LossReader:
         self._next = 0
 
     def take(self, tensors: Any, *, from_gpu: bool) -> Any:
-        """A ticket for the first of these; None where it is not one number, or on a GPU and not `from_gpu`."""
+        """A ticket for the first of these; None where it is not one number, or on a GPU and not
+        `from_gpu`."""
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return None

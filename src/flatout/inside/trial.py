@@ -1,8 +1,8 @@
 """A run with an end: so many steps, then the X-ray, then the ceiling, then out.
 
-The ceiling is how fast the same step runs when its data is there: a few steps are fed with batches kept from before
-(`replay`: no loader), then with their device copies (`resident`: no loader and no copy).
-"""
+The ceiling is how fast the same step runs when its data is there: a few steps are fed with batches
+kept from before (`replay`: no loader), then with their device copies (`resident`: no loader and no
+copy)."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ class BoundedRun:
         return self._progress.is_worth_a_look and (self._takes_xray() or self._measures_ceiling())
 
     def end_if_hung(self) -> None:
-        """From another thread: end the process where a change in its turns has made a call hang. An evaluation, a
-        checkpoint or the data may take as long as they like: a change to computing does nothing to them."""
+        """From another thread: end the process where a change in its turns has made a call hang. An
+        evaluation, a checkpoint or the data may take as long as they like: a change to computing does
+        nothing to them."""
         recorder = self._recorder
         if self._turns is None or not self._turns.under_way or recorder.doing not in _COMPUTES:
             return
@@ -122,7 +123,8 @@ class BoundedRun:
 
 
 def _builds_kernels(thread: int) -> bool:
-    """Whether a thread is in a compiler: with another precision, say, a script's own compiled model compiles again."""
+    """Whether a thread is in a compiler: with another precision, say, a script's own compiled model
+    compiles again."""
     return any(part in code.co_filename for code, _ in lines_of(thread) for part in _COMPILERS)
 
 
@@ -151,7 +153,8 @@ class TrialProgress:
         self._measured = measured
 
     def warms_up(self, steps: int, batches_ready: int) -> bool:
-        """Whether the step before still used batches that lay ready: they would show a loader faster than it is."""
+        """Whether the step before still used batches that lay ready: they would show a loader faster
+        than it is."""
         timed = self._trial is not None and not self._trial.fingerprints
         soon = not self._began_s or time.monotonic() - self._began_s < _WARM_UP_S
         return timed and steps < batches_ready and (soon or not _is_alone())
@@ -292,7 +295,8 @@ def _apart(batch: Any) -> Any:
 #
 #    a change goes on, a few steps to settle ─► rounds of four turns, ABBA or BAAB ─► decided, or time is over ─► next
 #
-# Nobody waits for the GPU: a turn lies between two events in its stream, and is read when the GPU has passed them.
+# Nobody waits for the GPU: a turn lies between two events in its stream, and is read when the GPU has
+# passed them.
 
 _COLD_STEPS = 10  # before the first change
 _SETTLING_STEPS = 4  # of a change: compiling, first kernels, memory of another layout

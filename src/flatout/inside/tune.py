@@ -4,9 +4,8 @@
       ─► device prefetch, in turns (LiveTurns) ─► garbage collections, by their pauses
       ─► once a minute: has the bottleneck moved? Then the loader again
 
-Only changes that leave what is learned alone. With several ranks the controllers choose and nothing is compared: a rank
-that waits for the others does not show what its own loader brings.
-"""
+Only changes that leave what is learned alone. With several ranks the controllers choose and nothing
+is compared: a rank that waits for the others does not show what its own loader brings."""
 
 from __future__ import annotations
 
@@ -192,8 +191,9 @@ class Tuner:
         self._set_back(declared)
 
     def _compare(self, before: Steps, declared: list[int], text: str) -> Work:
-        """Keep the workers that there are now if steps are faster with them than `before`, and than without them again:
-        the machine may have been busy for a while. Where that is not clear, the same is measured up to three times."""
+        """Keep the workers that there are now if steps are faster with them than `before`, and than
+        without them again: the machine may have been busy for a while. Where that is not clear, the
+        same is measured up to three times."""
         chosen, without, with_them, kept = self._workers, [before.speed], list[Measured](), False
         while not kept and len(with_them) < _MOST_ROUNDS:
             self._set(chosen, hold=True, why="to compare")
@@ -303,7 +303,8 @@ class Tuner:
     # -- switching
 
     def _follow_loaders(self) -> None:
-        """The controllers may have changed their numbers; a loader that the script makes again gets the last one's."""
+        """The controllers may have changed their numbers; a loader that the script makes again gets
+        the last one's."""
         feeds = self._recording.feeds_in_use()
         for feed, workers in zip(feeds, self._workers, strict=False):
             if feed not in self._feeds:
@@ -321,7 +322,8 @@ class Tuner:
         self._note_numbers(why)
 
     def _set_back(self, declared: list[int]) -> None:
-        """As many as declared. Where those are none, PyTorch makes the batches of later passes, at less cost."""
+        """As many as declared. Where those are none, PyTorch makes the batches of later passes, at
+        less cost."""
         self._set(declared, hold=True, why="as declared")
         self._applied.hand_back_loaders("workers bring nothing here")
 

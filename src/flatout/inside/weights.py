@@ -3,9 +3,9 @@
     leader ── weights, buffers and the optimizer's state ──► a file every five steps
     follower ── compares how far its weights moved since the last file, and in which direction ── takes the leader's
 
-In five steps rounding changes a weight by nearly nothing, and over the meetings that cancels out. An error that a
-change makes again and again (a layer that no longer learns, a weight decay that is lost) adds up.
-"""
+In five steps rounding changes a weight by nearly nothing, and over the meetings that cancels out. An
+error that a change makes again and again (a layer that no longer learns, a weight decay that is lost)
+adds up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ Moved = tuple[float, float]
 
 
 class Weights:
-    """The weights of this rank, written for the follower and taken from the leader. An error ends that, nothing else.
+    """The weights of this rank, written for the follower and taken from the leader. An error ends
+    that, nothing else.
 
     `ranks` gives this rank and how many there are, as torch knows them later.
     """
@@ -215,8 +216,8 @@ class _Drift:
         return math.inf if self.difference_square else 0.0
 
     def figures(self, usual: float) -> dict[str, Any]:
-        """How far off in the end, as a share of the way, and how many times as far as by chance; the leader's pace, as
-        a multiple of the usual one."""
+        """How far off in the end, as a share of the way, and how many times as far as by chance; the
+        leader's pace, as a multiple of the usual one."""
         difference, way = float(self.difference.norm()), float(self.way.norm())
         return {
             "name": self.name,
@@ -232,7 +233,8 @@ class _Drift:
 
 
 class _State:
-    """What a training process learns: the weights its optimizers train, their state, and its models' buffers."""
+    """What a training process learns: the weights its optimizers train, their state, and its models'
+    buffers."""
 
     def __init__(self, optimizers: Iterable[Any], roots: Iterable[Any]) -> None:
         models = list(roots)
@@ -259,8 +261,8 @@ class _State:
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Any]) -> None:
-        """Go on from another's: in place, as graphs and views hold the memory; and unseen by autograd, which may
-        need the old version where a generator steps after its critic."""
+        """Go on from another's: in place, as graphs and views hold the memory; and unseen by
+        autograd, which may need the old version where a generator steps after its critic."""
         for mine, their in zip(self.weights, theirs["weights"], strict=True):
             mine.data.copy_(their)
         for name, their in theirs["buffers"].items():

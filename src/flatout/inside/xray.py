@@ -68,7 +68,8 @@ class Profiler:
         return not profiler._is_profiler_enabled
 
     def start(self) -> None:
-        """Switch it on. `TEARDOWN_CUPTI` makes the driver remove its hooks afterwards; CUDA graphs do not survive that.
+        """Switch it on. `TEARDOWN_CUPTI` makes the driver remove its hooks afterwards; CUDA graphs do
+        not survive that.
 
         `torch.profiler` would load torch's compiler, which takes seconds.
         """
@@ -117,8 +118,8 @@ class Profiler:
 
 
 class XraySchedule:
-    """When the X-ray is taken: once the run is warm, with fewer steps where they are slow; or `at_the_end` of a trial,
-    where all ranks have to take as many."""
+    """When the X-ray is taken: once the run is warm, with fewer steps where they are slow; or
+    `at_the_end` of a trial, where all ranks have to take as many."""
 
     def __init__(
         self, recorder: Recorder, write: Callable[[Xray], None], note: Callable[[str], None], *, at_the_end: bool

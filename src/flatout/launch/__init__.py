@@ -1,4 +1,5 @@
-"""Outside the training process: starts the user's command with flatout in it, watches it, and ends its process tree.
+"""Outside the training process: starts the user's command with flatout in it, watches it, and ends
+its process tree.
 
 launcher       the command, its hardware, its signals, its exit code
 exact_lines    py-spy beside each rank, for --lines exact

@@ -1,9 +1,9 @@
-"""Exact lines, for `flatout run --lines exact`: a `py-spy record` beside each rank, and what it has seen, in the trace.
+"""Exact lines, for `flatout run --lines exact`: a `py-spy record` beside each rank, and what it has
+seen, in the trace.
 
-py-spy runs outside the training and reads its memory. It writes to a file without a name, since its output holds the
-command lines of all processes; `lines-NNNNN.jsonl` keeps the stacks of main threads. What goes wrong is a sentence for
-the report and never touches the training.
-"""
+py-spy runs outside the training and reads its memory. It writes to a file without a name, since its
+output holds the command lines of all processes; `lines-NNNNN.jsonl` keeps the stacks of main threads.
+What goes wrong is a sentence for the report and never touches the training."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ from flatout.redact import redact_text
 from flatout.sample.process import descendants
 from flatout.trace.reader import from_json
 
-# Idle threads too: a line that waits takes time. Without --nonblocking it would stop the training at each look.
+# Idle threads too: a line that waits takes time. Without --nonblocking it would stop the training at
+# each look.
 _LOOKS = ("--idle", "--threads", "--subprocesses", "--nonblocking", "--rate", "50")
 _OUTPUT = ("--format", "raw", "--full-filenames", "--output")
 _END_WITHIN_S = 5.0
 _MOST_STACKS, _DEEPEST = 2_000, 128  # of a record, of a stack
 _LONGEST_LINE, _MOST_SAID = 1 << 16, 300  # of py-spy's output, of its errors
 _LARGEST_SOURCE = 10_000_000
-# A line of its output: PROCESS;thread (4711): MainThread;FRAME;FRAME 12. Commands of processes may hold semicolons.
+# A line of its output: PROCESS;thread (4711): MainThread;FRAME;FRAME 12. Commands of processes may
+# hold semicolons.
 _STACK = re.compile(r"(?:.*;)?thread \((\d{1,9})\)(?:: ([^;]*))?;(.*) (\d{1,9})")
 _FRAME = re.compile(r"(.+) \((.+):(\d{1,9})\)")
 _LIBRARIES = re.compile(r".*/(?:site|dist)-packages/|.*/lib(?:64)?/python3\.\d+/")
@@ -195,7 +197,8 @@ class _PySpy:
 
 
 def main_threads(lines: Iterable[str], rank_pid: int) -> tuple[Counts, Counts]:
-    """The stacks of a rank's main thread, and those of its loader workers together; damaged lines are left out."""
+    """The stacks of a rank's main thread, and those of its loader workers together; damaged lines are
+    left out."""
     training, workers = Counts(), Counts()
     for line in lines:
         if (found := _STACK.fullmatch(line.rstrip())) is None:

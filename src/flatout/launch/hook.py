@@ -1,4 +1,5 @@
-"""`flatout hook`: a file in another Python that starts flatout there under `flatout run`, whatever PYTHONPATH says.
+"""`flatout hook`: a file in another Python that starts flatout there under `flatout run`, whatever
+PYTHONPATH says.
 
 Python runs the lines of `*.pth` files in site-packages as it starts, and from 3.15 on the functions named in
 `*.start` files (PEP 829). Both name a function in `flatout_hook.py`, which does nothing unless `flatout run`

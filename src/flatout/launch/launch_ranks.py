@@ -1,8 +1,8 @@
 """Starts the ranks of `flatout train --gpus N` on this machine, and ends as they do.
 
-`python -m flatout.launch.launch_ranks N COMMAND…` does what torchrun does on one machine. Its exit code is that of
-the first rank that failed, and a line that several ranks write to stderr is shown once.
-"""
+`python -m flatout.launch.launch_ranks N COMMAND…` does what torchrun does on one machine. Its exit
+code is that of the first rank that failed, and a line that several ranks write to stderr is shown
+once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def _free_port() -> int:
 
 
 def end_with_parent() -> None:
-    """Ask the system to tell this process when its parent is killed: a training then saves its state and ends."""
+    """Ask the system to tell this process when its parent is killed: a training then saves its state
+    and ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

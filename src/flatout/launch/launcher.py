@@ -78,11 +78,11 @@ def run(
 ) -> int:
     """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it).
 
-    With `tune`, the training decides while it runs which changes of the `plan` to keep. With `exact_lines`, py-spy
-    looks at its ranks. Where no step has come after `ask_after_s`, a line says what its processes are doing. A command
-    lives on when we are killed, unless it `ends_with_us`: then it gets SIGTERM. The output of a `trial` goes to
-    `output.txt` in the folder, and its exit code is `TIMED_OUT` where it had to be ended.
-    """
+    With `tune`, the training decides while it runs which changes of the `plan` to keep. With
+    `exact_lines`, py-spy looks at its ranks. Where no step has come after `ask_after_s`, a line says
+    what its processes are doing. A command lives on when we are killed, unless it `ends_with_us`:
+    then it gets SIGTERM. The output of a `trial` goes to `output.txt` in the folder, and its exit
+    code is `TIMED_OUT` where it had to be ended."""
     if not command:
         raise UsageError("no command given: flatout run -- python train.py …")
     program = shutil.which(command[0])
@@ -211,7 +211,8 @@ def default_folder(command: Sequence[str]) -> Path:
 
 
 def recordings(folder: Path) -> list[Path]:
-    """The traces a run has left: `folder`, and folder-2, folder-3 … where its command trained more than once."""
+    """The traces a run has left: `folder`, and folder-2, folder-3 … where its command trained more
+    than once."""
     found = []
     while folder.is_dir():
         found.append(folder)
@@ -229,7 +230,8 @@ def _name(command: Sequence[str]) -> str:
 
 
 def _make_folder(folder: Path) -> bool:
-    """Make the trace folder. One that holds a recording is a mistake; one that cannot be made costs the recording."""
+    """Make the trace folder. One that holds a recording is a mistake; one that cannot be made costs
+    the recording."""
     try:
         make_recording_folder(folder)
     except OSError as problem:
@@ -276,7 +278,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def commit_here() -> str | None:
-    """The commit that is checked out around the current folder; None where there is none, or it cannot be read."""
+    """The commit that is checked out around the current folder; None where there is none, or it
+    cannot be read."""
     with suppress(OSError, ValueError):
         here = Path.cwd()
         for folder in (here, *here.parents):
@@ -373,9 +376,9 @@ _WAITS_FOR_ANOTHER = ("→ multiprocessing/", "→ torch/multiprocessing/", "→
 class FirstStep:
     """Asks once what a command does that has taken no step after so many seconds.
 
-    The request is a file in the trace folder. A process that may train answers it with the line of the script that
-    it is at; one that runs no line of the user's, such as torchrun's agent, is silent. None of these files stays.
-    """
+    The request is a file in the trace folder. A process that may train answers it with the line of
+    the script that it is at; one that runs no line of the user's, such as torchrun's agent, is
+    silent. None of these files stays."""
 
     def __init__(self, folder: Path, began_s: float, after_s: float = ASK_AFTER_S) -> None:
         self._folder = folder
@@ -427,7 +430,8 @@ _TORCH = re.compile(r"\s(/\S*/lib/python(\d+)\.(\d+)/[^\n]*?)/torch/lib/libtorch
 
 
 def _lost_process(root: int) -> str | None:
-    """What to tell the person of a process below this one that loads PyTorch and in which nothing starts flatout.
+    """What to tell the person of a process below this one that loads PyTorch and in which nothing
+    starts flatout.
 
     PYTHONPATH does, but Python ignores it with -I or -E, and a script may replace it.
     """
@@ -524,12 +528,11 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int:
 def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> bool:
     """Whether the command has not got this signal already, as far as can be known.
 
-    The terminal signals the whole process group. Of other signals a Python in the command says whether it
-    `received` them; where none does, a `kill` from within the group may have reached the command too, or, as from
-    a batch script's `trap`, us alone. A second SIGTERM does no harm, a lost one does. Only an interrupt, which many
-    take as "at once" when it comes twice, is left to the group. That the terminal has gone (`ssh -t`, tmux) only the
-    leader of the session is told.
-    """
+    The terminal signals the whole process group. Of other signals a Python in the command says
+    whether it `received` them; where none does, a `kill` from within the group may have reached the
+    command too, or, as from a batch script's `trap`, us alone. A second SIGTERM does no harm, a lost
+    one does. Only an interrupt, which many take as "at once" when it comes twice, is left to the
+    group. That the terminal has gone (`ssh -t`, tmux) only the leader of the session is told."""
     told_as_leader = sent.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
     if (sent.si_code > 0 and not told_as_leader) or received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
         return False
@@ -542,7 +545,8 @@ def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> boo
 
 
 def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
-    """End what a trial has left running: its tree, and processes that still carry our variable for this folder."""
+    """End what a trial has left running: its tree, and processes that still carry our variable for
+    this folder."""
     ours = {pid for pid in process_ids() if pid != os.getpid() and _belongs(pid, folder)}
     if root is not None and root.poll() is None:
         ours |= {root.pid, *descendants(root.pid)}
@@ -574,7 +578,8 @@ def _belongs(pid: int, folder: Path) -> bool:
 
 
 def _open_processes(pids: Iterable[int]) -> Iterator[int]:
-    """A descriptor for each process, so that a signal cannot reach another one that has got its number since."""
+    """A descriptor for each process, so that a signal cannot reach another one that has got its
+    number since."""
     for pid in pids:
         with suppress(ProcessLookupError):  # it has ended
             yield os.pidfd_open(pid)

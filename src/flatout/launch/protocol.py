@@ -55,18 +55,21 @@ class Trial:
     fingerprints: bool = False  # nothing is timed, and `proof-<rank>.jsonl` says what reached the model
     closely: bool = False  # it also says what it takes to judge an edit of the person's own
     layer: Path | None = None  # files laid over the person's, in the trial's own view: see `sandbox`
-    # Every few steps it leaves its weights in one folder, as far as `weights_bytes` go, and takes up those in another.
+    # Every few steps it leaves its weights in one folder, as far as `weights_bytes` go, and takes up
+    # those in another.
     leads: Path | None = None
     follows: Path | None = None
     weights_bytes: int = 0
-    # Beyond its steps it trains for `at_least_s` (half of that where steps are steady), and for up to twice that while
-    # its mean step is not `known_to` such a share. Several ranks do not: they have to end at the same step.
+    # Beyond its steps it trains for `at_least_s` (half of that where steps are steady), and for up to
+    # twice that while its mean step is not `known_to` such a share. Several ranks do not: they have
+    # to end at the same step.
     at_least_s: float = 0.0
     known_to: float = math.inf
     enough_s: float = math.inf  # it ends before its steps where a few slow ones have taken this long
     look_below_s: float | None = None  # the X-ray and the ceiling come only where a step has taken less
     timeout_s: float | None = None
-    # What the command writes goes to this scratch folder, by overlays or else by redirection; None lets it write.
+    # What the command writes goes to this scratch folder, by overlays or else by redirection; None
+    # lets it write.
     protect: Path | None = None
     overlay: bool = True
     turns: tuple[str, ...] = ()  # changes to switch on and off before the rest is measured; what pays stays on
@@ -87,7 +90,8 @@ class Options:
     read_by: int | None = None  # a process that may read the memory of those that are measured, and so may its children
 
     def to_environment(self) -> str:
-        """The value of the variable. The system takes 128 KiB at most: what a plan says of changes tried stays out."""
+        """The value of the variable. The system takes 128 KiB at most: what a plan says of changes
+        tried stays out."""
         options = self
         if self.plan is not None:
             options = replace(self, plan=replace(self.plan, tried=()))
@@ -113,7 +117,8 @@ class Options:
 
 
 def new_folder(name: str) -> Path:
-    """flatout-runs/<time>-<name>, not taken yet; -2 and so on behind it would be further trainings of one command."""
+    """flatout-runs/<time>-<name>, not taken yet; -2 and so on behind it would be further trainings of
+    one command."""
     base = Path(RUNS) / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     folder, number = base, os.getpid()
     while folder.exists():
@@ -161,7 +166,8 @@ def answer(folder: Path, doing: str) -> None:
 
 
 def let_be_read(by: int) -> None:
-    """Let process `by` and its children, such as py-spy, read the memory of this process and of those it forks.
+    """Let process `by` and its children, such as py-spy, read the memory of this process and of those
+    it forks.
 
     Most systems let any process of the same user do so, those with Yama only the parents of a process.
     """
@@ -181,9 +187,9 @@ def let_be_read(by: int) -> None:
 class SignalsReceived:
     """Which signals the command has received without us, so that they are not passed on a second time.
 
-    A signal to a whole process group looks like one to us alone. But Python can write the number of each signal
-    that it handles into a file: here into a pipe, whose `write_end` the command inherits with this `environment`.
-    """
+    A signal to a whole process group looks like one to us alone. But Python can write the number of
+    each signal that it handles into a file: here into a pipe, whose `write_end` the command inherits
+    with this `environment`."""
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -50,8 +50,8 @@ _NOT_DISKS = {
     "proc", "sysfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "nsfs",
     "autofs",
 }  # fmt: skip
-# In a layer, a folder of files to lay over those that are there: the files, under their whole paths, and the paths of
-# those to remove, with a zero between them.
+# In a layer, a folder of files to lay over those that are there: the files, under their whole paths,
+# and the paths of those to remove, with a zero between them.
 FILES, REMOVED = "files", "removed"
 _REFUSED = "refused"  # a file in the scratch folder: why the command was not started
 # Whether the working folder can be written to, seen from inside.
@@ -136,9 +136,8 @@ def refusal(sandbox: Sandbox) -> str:
 def file_of_others(command: Sequence[str]) -> str:
     """A file or folder that the command may write to, but not in an overlay; empty where there is none.
 
-    The overlay of a user who may not mount has one owner and one group. What belongs to others, such as the files
-    of a shared group, cannot be copied into it (EOVERFLOW).
-    """
+    The overlay of a user who may not mount has one owner and one group. What belongs to others, such
+    as the files of a shared group, cannot be copied into it (EOVERFLOW)."""
     for entry in _walk(_near(command[1:])):
         with contextlib.suppress(OSError):
             writable = not entry.is_symlink() and os.access(entry.path, os.W_OK)
@@ -180,7 +179,8 @@ def not_compared() -> list[str]:
 
 
 def _near(words: Sequence[str]) -> list[Path]:
-    """The working folder, the folders that the command names, and those that links in the working folder lead to."""
+    """The working folder, the folders that the command names, and those that links in the working
+    folder lead to."""
     here = Path.cwd()
     named = [Path(word.partition("=")[2] or word) for word in words]
     found = [here]
@@ -225,9 +225,8 @@ def _walk(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
 def _overlays_beside(near: Sequence[Path]) -> Iterator[Path]:
     """Where overlays are needed beside those of the top-level folders.
 
-    What is written in a folder copies all folders above it, up to the overlay's top. Those of others cannot be copied
-    (see `file_of_others`): so an overlay begins below the last of them.
-    """
+    What is written in a folder copies all folders above it, up to the overlay's top. Those of others
+    cannot be copied (see `file_of_others`): so an overlay begins below the last of them."""
     for place in near:
         path = [place, *place.parents][:-2]  # without the top-level folder
         if may_mount() or not os.access(place, os.W_OK):
@@ -264,8 +263,8 @@ def _compiled(precious: Collection[Path], *, instead: Path) -> Path:
 def _is_private(folder: Path, precious: Collection[Path]) -> bool:
     """Whether only this user can write to this folder, which is no link and holds nothing `precious`.
 
-    What shows through is really written: neither a variable nor a link by another user may make that the project.
-    """
+    What shows through is really written: neither a variable nor a link by another user may make that
+    the project."""
     try:
         found, place = folder.lstat(), folder.resolve()
     except (OSError, RuntimeError):

@@ -60,7 +60,8 @@ class UsersFiles:
             raise RealWriteError(sorted(written))
 
     def _is_as_others_do(self, file: str) -> bool:
-        """Whether it is what programs do all the time: make files elsewhere, and remove their shared memory."""
+        """Whether it is what programs do all the time: make files elsewhere, and remove their shared
+        memory."""
         own = tuple(f"{folder}/" for folder in (*self._box.near, Path.home().resolve()))
         gone_from_memory = file.startswith("/dev/shm/") and not os.path.lexists(file)
         return not file.startswith(own) and (gone_from_memory or not self._beyond.had(file))
@@ -140,7 +141,8 @@ class Snapshot:
 
 
 class SharedMemory(Snapshot):
-    """The files in /dev/shm as they are now: no overlay covers them, and new ones come and go all the time."""
+    """The files in /dev/shm as they are now: no overlay covers them, and new ones come and go all the
+    time."""
 
     def __init__(self, folder: str = "/dev/shm") -> None:
         super().__init__([folder])
@@ -183,7 +185,8 @@ def _folders_of(path: str) -> Iterator[str]:
 
 
 def _files_in_use(before_s: float) -> tuple[set[str], set[str]]:
-    """What processes that are older have open for writing or share as memory, and the folders that they are in."""
+    """What processes that are older have open for writing or share as memory, and the folders that
+    they are in."""
     written, folders = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

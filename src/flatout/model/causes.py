@@ -1,8 +1,7 @@
 """The causes flatout can name: one `CauseSpec` each; and a Finding, which is a cause seen in a run.
 
-Their codes are public: JSON, docs and tests use them. The rules in diagnose/ find them, docs/TROUBLESHOOTING.md has an
-entry for each, in this order.
-"""
+Their codes are public: JSON, docs and tests use them. The rules in diagnose/ find them,
+docs/TROUBLESHOOTING.md has an entry for each, in this order."""
 
 from __future__ import annotations
 
@@ -95,7 +94,8 @@ def cured_by(change: str) -> tuple[CauseSpec, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One cause in one run. Gains are factors of speed (1.0: none), as a range; `derived` says how they were found.
+    """One cause in one run. Gains are factors of speed (1.0: none), as a range; `derived` says how
+    they were found.
 
     The range begins below 1 where fixing this alone may cost, and pays together with another.
     """

@@ -89,7 +89,8 @@ class ChangeSpec:
         return self.code.format({"true": "True", "a": "N"}.get(first, first))
 
     def as_code(self, value: Any, framework: str = "") -> str:
-        """The line to write for a value; `framework` is the one that makes the call, if it is not the script."""
+        """The line to write for a value; `framework` is the one that makes the call, if it is not the
+        script."""
         special = (f"{framework}:{value}", str(value), framework)
         line = next((self.code_for[key] for key in special if key in self.code_for), self.code)
         return line.format(value)
@@ -389,7 +390,8 @@ def named(*, family: Family | None = None, moment: Moment | None = None) -> tupl
 
 
 def names(*, safety: Safety | None = None) -> str:
-    """What a person may ask for by name; of one class, or of all. A learning rate comes with its batch size."""
+    """What a person may ask for by name; of one class, or of all. A learning rate comes with its
+    batch size."""
     asked = (name for name in TO_MAKE if name != "learning_rate" and safety in (None, BY_NAME[name].safety))
     return ", ".join(name.replace("_", "-") for name in asked)
 

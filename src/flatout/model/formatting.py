@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-# Escape sequences of terminals (colors, titles, links); then what is left of control characters, but for tabs and line
-# ends; then what reverses the order of letters.
+# Escape sequences of terminals (colors, titles, links); then what is left of control characters, but
+# for tabs and line ends; then what reverses the order of letters.
 _UNPRINTABLE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -~])?"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\u202a-\u202e\u2066-\u2069]"
@@ -78,8 +78,8 @@ def duration(value_ms: float) -> str:
     return f"{minutes} min {rest} s"
 
 
-# Every hardware figure that is shown. To add one: a field of GpuSample or HostSample (hardware_samples), the code in
-# sample/ that measures it, and an entry here.
+# Every hardware figure that is shown. To add one: a field of GpuSample or HostSample
+# (hardware_samples), the code in sample/ that measures it, and an entry here.
 
 MEMORY_FULL_PCT = 95.0  # of a GPU or of the host: near out of memory
 # Throttling that does harm. A GPU at its power cap is at work, and an idle one lowers its clocks itself.
@@ -112,7 +112,8 @@ class Reading:
 
 
 def amount(value: float | None, unit: str, most: float | None = None) -> str:
-    """A value in its unit, and the most it can be: 71%, 350 W, 70.0/140.0 GiB; a dash where nothing was measured."""
+    """A value in its unit, and the most it can be: 71%, 350 W, 70.0/140.0 GiB; a dash where nothing
+    was measured."""
     if value is None:
         return "–"
     of = f"/{in_unit(most, unit)}" if most else ""

@@ -1,8 +1,8 @@
-"""What the makers of GPUs say they compute at most, in TFLOP/s of dense products: half precision, TF32, float32.
+"""What the makers of GPUs say they compute at most, in TFLOP/s of dense products: half precision,
+TF32, float32.
 
-A share of such a figure is the usual measure of how well a model uses its GPU. It is none that was measured here, and
-reports say so. A GPU that is not in the table has none.
-"""
+A share of such a figure is the usual measure of how well a model uses its GPU. It is none that was
+measured here, and reports say so. A GPU that is not in the table has none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _HALF = ("float16", "bfloat16")
 
 
 def peak(facts: Facts) -> tuple[float, str] | None:
-    """The TFLOP/s that the GPU's maker states for the precision of a run, and its name; None where it is not known."""
+    """The TFLOP/s that the GPU's maker states for the precision of a run, and its name; None where it
+    is not known."""
     words = (facts.gpu or "").split()
     names = [name for name in _PEAKS if all(_is_among(part, words) for part in name.split())]
     if not names:

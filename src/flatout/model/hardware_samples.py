@@ -1,4 +1,5 @@
-"""What the hardware sampler sees, as plain values: a part of the trace that no training process writes or imports.
+"""What the hardware sampler sees, as plain values: a part of the trace that no training process
+writes or imports.
 
 As in `records`, units are in the names, and what was not measured is None.
 """

@@ -66,7 +66,8 @@ class LoaderFacts:
 
     @property
     def ready_made(self) -> bool:
-        """Whether the dataset hands out whole batches (`batch_size=None`), and no batch sampler says what is in one."""
+        """Whether the dataset hands out whole batches (`batch_size=None`), and no batch sampler says
+        what is in one."""
         return self.batch_size is None and self.batch_sampler in (None, "builtins.NoneType")
 
 
@@ -147,7 +148,8 @@ class OwnCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Everything that was in force, as it was at the end of the run: the optimizer and what it trains first."""
+    """Everything that was in force, as it was at the end of the run: the optimizer and what it trains
+    first."""
 
     optimizer: str | None = None
     optimizer_fused: bool | None = None
@@ -357,7 +359,8 @@ class Summary:
     ended: bool = False
 
 
-# Files of torch that only stand around its functions: `zero_grad` was called, not `inner`. Stacks leave them out.
+# Files of torch that only stand around its functions: `zero_grad` was called, not `inner`. Stacks
+# leave them out.
 WRAPPED_CALL = "flatout_call"  # a frame of ours that bears a line of the user's, for PyTorch's warnings
 DECORATORS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_contextlib.py")
 # Where a loader worker begins; what lies outside is the training process that was forked.
@@ -394,7 +397,8 @@ class StackTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """Where a process has spent its time so far, by line: the training thread, or a worker that loads `dataset`."""
+    """Where a process has spent its time so far, by line: the training thread, or a worker that loads
+    `dataset`."""
 
     time_s: float
     pid: int

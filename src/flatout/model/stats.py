@@ -1,10 +1,11 @@
 """Is it faster? The one statistic of `flatout fix`, `flatout compare` and the end of a trial.
 
-The steady steps of a run are cut into eight blocks of neighbours; Student's t over the means of the blocks says how
-well the mean step is known ("batch means"). Steps are not independent: a slow disk or the rhythm of sixteen workers
-makes neighbours alike, and a bootstrap over short blocks then calls a third of equal runs different, at a promised 5%.
-Means of long blocks hardly depend on each other. Runs of one plan differ too, by what is assumed until repeats have
-shown it (`RunNoise`); from three runs a side on, the runs are the sample.
+The steady steps of a run are cut into eight blocks of neighbours; Student's t over the means of the
+blocks says how well the mean step is known ("batch means"). Steps are not independent: a slow disk or
+the rhythm of sixteen workers makes neighbours alike, and a bootstrap over short blocks then calls a
+third of equal runs different, at a promised 5%. Means of long blocks hardly depend on each other.
+Runs of one plan differ too, by what is assumed until repeats have shown it (`RunNoise`); from three
+runs a side on, the runs are the sample.
 
 Only the standard library is used, because the training process imports this.
 """
@@ -60,7 +61,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNoise:
-    """What runs of one plan differ by, as a share (one standard deviation), and how many repeats have shown it."""
+    """What runs of one plan differ by, as a share (one standard deviation), and how many repeats have
+    shown it."""
 
     sd: float
     repeats: int

@@ -1,10 +1,11 @@
 """Does a change pay? Decided while training runs: a few steps with it, a few without, in turns.
 
-Two turns with the change and two without make a round, ABBA or BAAB by chance, so that a drift of the machine takes
-from both sides alike. What a round says is one number: the logarithm of how much longer its steps took without the
-change. Rounds are looked at as they come, so the interval of their mean is a confidence sequence: it may be looked at
-after each round and still covers the truth for all of them together. (Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas,
-"Time-uniform central limit theory and asymptotic confidence sequences", 2021.)
+Two turns with the change and two without make a round, ABBA or BAAB by chance, so that a drift of the
+machine takes from both sides alike. What a round says is one number: the logarithm of how much longer
+its steps took without the change. Rounds are looked at as they come, so the interval of their mean is
+a confidence sequence: it may be looked at after each round and still covers the truth for all of them
+together. (Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas, "Time-uniform central limit theory and
+asymptotic confidence sequences", 2021.)
 
 Only the standard library is used: this decides inside the training process.
 """
@@ -76,7 +77,8 @@ class Rounds:
         return "faster" if gain.low > PAYS and known else "undecided"
 
     def _unsure(self, logs: Sequence[float]) -> float:
-        """Half the width of the confidence sequence, of the widest of single rounds and of means of neighbours."""
+        """Half the width of the confidence sequence, of the widest of single rounds and of means of
+        neighbours."""
         widths = [_half_width(logs)]
         for size in (2, _NEIGHBOURS):
             means = [statistics.fmean(logs[at : at + size]) for at in range(0, len(logs) - size + 1, size)]

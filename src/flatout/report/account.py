@@ -118,7 +118,8 @@ class Workers:
 
     @cached_property
     def at_once(self) -> int:
-        """How many workers there were at one time; they may come and go, and flatout's all have one number."""
+        """How many workers there were at one time; they may come and go, and flatout's all have one
+        number."""
         lives: dict[int, tuple[float, float]] = {}
         for report in self.work.reports:  # one that gets its dataset again reports on it again
             if report.worker is not None:
@@ -169,7 +170,8 @@ class Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseLines:
-    """The functions that took the time of a phase; shares are of that phase, which takes `share` of training."""
+    """The functions that took the time of a phase; shares are of that phase, which takes `share` of
+    training."""
 
     phase: str
     title: str
@@ -188,7 +190,8 @@ class PhaseLines:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """One recorded run: its records, its findings, and what follows from them, each found when it is asked for."""
+    """One recorded run: its records, its findings, and what follows from them, each found when it is
+    asked for."""
 
     folder: str
     trace: Trace
@@ -263,7 +266,8 @@ class RecordedRun:
 
     @cached_property
     def model_flops(self) -> dict[str, Any] | None:
-        """What the model computes, and which share that is of what the GPU's maker states; None where not counted."""
+        """What the model computes, and which share that is of what the GPU's maker states; None where
+        not counted."""
         seen, facts = self.breakdown, self.facts
         if facts.step_flops is None or not seen.steps or not seen.training_ms:
             return None

@@ -114,9 +114,9 @@ def _join_alike(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) ->
 def _gpu_tiles(step: Step) -> tuple[list[tuple[float, float, str, bool]], float | None]:
     """(start, length, name, idle?) of what the GPU did, end to end, and where it begins in the host's time.
 
-    The events of a step tile the GPU's time, but do not say when the first of them was. An idle GPU goes on at the
-    moment the host has launched the span's work, so the longest idle stretch ties the two rows together.
-    """
+    The events of a step tile the GPU's time, but do not say when the first of them was. An idle GPU
+    goes on at the moment the host has launched the span's work, so the longest idle stretch ties the
+    two rows together."""
     tiles: list[tuple[float, float, str, bool]] = []
     at_ms, tie_ms, longest_ms = 0.0, None, SHORTEST_TIE_MS
     for span in step.spans:

@@ -1,8 +1,8 @@
 """Two runs → Comparison: is the second one faster, beyond what its own noise could explain?
 
-The statistic is that of `flatout fix` (`model.stats`). The intervals hold the noise within the two runs; what differs
-between any two runs of the same training (page cache, clocks, neighbours) only more runs can show.
-"""
+The statistic is that of `flatout fix` (`model.stats`). The intervals hold the noise within the two
+runs; what differs between any two runs of the same training (page cache, clocks, neighbours) only
+more runs can show."""
 
 from __future__ import annotations
 

@@ -321,9 +321,8 @@ def _recorded(run: Run | None, name: str) -> RecordedRun | None:
 
 
 def _left(result: FixResult, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """What still slows training down: there is no change for it, the script has no setting for it, or data is still
-    waited for after something that might have helped was tried.
-    """
+    """What still slows training down: there is no change for it, the script has no setting for it, or
+    data is still waited for after something that might have helped was tried."""
     ours = {spec.name for spec in CHANGES if spec.family != "pauses" and not spec.advice_only} | result.known
     in_vain = {a.change.name for a in result.attempts if a.gain is None or a.gain.value > MIN_GAIN}
     in_vain -= result.offered | {change.name for change in result.kept}

@@ -1,4 +1,5 @@
-"""The recordings in flatout-runs: what each has come to, how a run compares with those before it, which may go.
+"""The recordings in flatout-runs: what each has come to, how a run compares with those before it,
+which may go.
 
     RUN/run.json   a PastRun: a list of fifty reads none of their traces
 
@@ -169,7 +170,8 @@ def _written(folder: Path) -> tuple[float, str]:
 
 
 def beside_earlier(now: PastRun, runs: Path = Path(RUNS)) -> str:
-    """That a run was faster or slower than the last ones alike, beyond what they vary by; empty if it was not."""
+    """That a run was faster or slower than the last ones alike, beyond what they vary by; empty if it
+    was not."""
     earlier = list(islice(_alike(now, runs), ENOUGH_RUNS))
     speeds = [past.speed for past in earlier if past.speed is not None]
     if now.speed is None or len(speeds) < ENOUGH_RUNS:
@@ -202,8 +204,8 @@ def _kind(past: PastRun) -> tuple[object, ...]:
 def remove_older(most: int, runs: Path) -> int:
     """Remove all recordings but the last `most` (0: none) of those that flatout has named; how many went.
 
-    What is being written stays, and a fix that can be resumed, and a folder that holds anything of the user's.
-    """
+    What is being written stays, and a fix that can be resumed, and a folder that holds anything of
+    the user's."""
     ours = sorted(filter(_is_ours, runs.glob("*")), key=_written, reverse=True)
     gone = [folder for folder in ours[most:] if most and not is_being_written(folder)]
     for folder in gone:
@@ -212,7 +214,8 @@ def remove_older(most: int, runs: Path) -> int:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether flatout has named a folder, and all in it are files of recordings, perhaps of a fix that is over."""
+    """Whether flatout has named a folder, and all in it are files of recordings, perhaps of a fix
+    that is over."""
     if not _NAMED_BY_US.fullmatch(folder.name) or folder.is_symlink():
         return False
     from flatout.launch.launcher import OUTPUT  # Linux alone has these

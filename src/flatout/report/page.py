@@ -1,10 +1,9 @@
 """A Report as one HTML file that opens from disk, without a network, in any browser of the last years.
 
-Everything is drawn before the page is opened, as inline SVG; the page's own script only zooms, reads values and copies.
-The browser fetches nothing and uses no script or style but the page's, whatever a trace may hold: text is escaped
-unless it is `Html`, and no element has a style attribute. No meaning is in color alone. A section with nothing to say
-is left out.
-"""
+Everything is drawn before the page is opened, as inline SVG; the page's own script only zooms, reads
+values and copies. The browser fetches nothing and uses no script or style but the page's, whatever a
+trace may hold: text is escaped unless it is `Html`, and no element has a style attribute. No meaning
+is in color alone. A section with nothing to say is left out."""
 
 from __future__ import annotations
 

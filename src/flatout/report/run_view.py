@@ -1,4 +1,5 @@
-"""What a recorded run says: figures, findings, time by cause and by phase, lines, loading, hardware, and the facts."""
+"""What a recorded run says: figures, findings, time by cause and by phase, lines, loading, hardware,
+and the facts."""
 
 from __future__ import annotations
 
@@ -183,7 +184,8 @@ Row = tuple[tuple[str, ...], TableBar]  # the cells of a row, its share not amon
 
 
 def _share_table(heads: Sequence[str], rows: Sequence[Row], length: Callable[[float], str] = lambda share: "") -> Table:
-    """Each part of the time, its share and what stands beside it; the small ones together with their `length`."""
+    """Each part of the time, its share and what stands beside it; the small ones together with their
+    `length`."""
     shown = [row for row in rows if row[1].share >= SMALL]
     small = sum(bar.share for _, bar in rows if bar.share < SMALL)
     if small >= SMALL / 4:
@@ -193,7 +195,8 @@ def _share_table(heads: Sequence[str], rows: Sequence[Row], length: Callable[[fl
 
 
 def _by_cause(run: RecordedRun) -> list[Part]:
-    """Useful work first, then what each cause takes, then what no cause explains. The shares add up to 100%."""
+    """Useful work first, then what each cause takes, then what no cause explains. The shares add up
+    to 100%."""
     if run.causes is None:
         return []
     rows: list[Row] = []

@@ -1,8 +1,8 @@
-"""What a report says, as plain data: headlines, figures, and sections of parts. `terminal` and `page` show it.
+"""What a report says, as plain data: headlines, figures, and sections of parts. `terminal` and `page`
+show it.
 
-Here are the kinds of parts, and the words for phases, findings and changes. A terminal gets the brief sections alone;
-the page gets all of them, with charts.
-"""
+Here are the kinds of parts, and the words for phases, findings and changes. A terminal gets the brief
+sections alone; the page gets all of them, with charts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ PHASES = {
 
 
 class TableBar(NamedTuple):
-    """The bar beside a row: how long it is, and how much of that the GPU was idle, both as shares of the whole."""
+    """The bar beside a row: how long it is, and how much of that the GPU was idle, both as shares of
+    the whole."""
 
     share: float
     family: str = "compute"
@@ -99,7 +100,8 @@ class ChartBar(NamedTuple):
 
 
 class BarChart(NamedTuple):
-    """Rows of bars on one axis that can be zoomed, from 0 to `end`; `legend` says what the colors stand for."""
+    """Rows of bars on one axis that can be zoomed, from 0 to `end`; `legend` says what the colors
+    stand for."""
 
     title: str
     note: str

@@ -1,7 +1,7 @@
 """What this process may really use: cores, memory and /dev/shm.
 
-`os.cpu_count()` counts the machine. A container's quota, an affinity mask and the other ranks on the node leave less.
-"""
+`os.cpu_count()` counts the machine. A container's quota, an affinity mask and the other ranks on the
+node leave less."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def measure(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, aff
     quota = cgroup.cpu_quota()
     if quota is not None and quota < affinity:
         reasons.append(f"the cgroup's CPU quota is {quota:g} cores")
-    # A mask that all ranks share is that of their cgroup; one that is tighter was set for each rank. A quota is shared.
+    # A mask that all ranks share is that of their cgroup; one that is tighter was set for each rank.
+    # A quota is shared.
     own_mask = affinity * ranks <= (cgroup.cpuset_cores() or machine)
     share = float(affinity)
     if ranks > 1 and own_mask:
@@ -131,7 +132,8 @@ class CgroupFiles:
         return None
 
     def quota_periods(self) -> tuple[int, int] | None:
-        """(periods in which the quota held the group back, all periods it ran in), so far; of the group held most."""
+        """(periods in which the quota held the group back, all periods it ran in), so far; of the
+        group held most."""
         stats = (table_of(folder / "cpu.stat") for folder in self._of("cpu"))
         return max(
             ((stat.get("nr_throttled", 0), stat["nr_periods"]) for stat in stats if stat.get("nr_periods")),
@@ -139,7 +141,8 @@ class CgroupFiles:
         )
 
     def memory(self) -> tuple[int, int] | None:
-        """(limit, in use) of the tightest group, without the page cache it can give back; None without a limit."""
+        """(limit, in use) of the tightest group, without the page cache it can give back; None
+        without a limit."""
         limits = []
         for folder in self._of("memory"):
             limit = text_of(folder / "memory.max") or text_of(folder / "memory.limit_in_bytes")
@@ -177,7 +180,8 @@ def _memory(root: Path) -> tuple[int, int]:
 
 
 def _cgroup_folders(root: Path) -> dict[str, list[Path]]:
-    """The folders of this process's groups by controller, innermost first. Version 2 has one for all of them."""
+    """The folders of this process's groups by controller, innermost first. Version 2 has one for all
+    of them."""
     paths = {_V2: "/"}
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -196,7 +200,8 @@ def _cgroup_folders(root: Path) -> dict[str, list[Path]]:
 
 
 def _up_from(mount: Path, path: str, mounted_part: str) -> list[Path]:
-    """The group's folder and its parents up to the mount; in a container only the mount itself may be visible."""
+    """The group's folder and its parents up to the mount; in a container only the mount itself may be
+    visible."""
     if f"{path}/".startswith(f"{mounted_part}/"):
         path = path.removeprefix(mounted_part)
     folder = mount / path.lstrip("/")

@@ -36,14 +36,15 @@ THROTTLE_REASONS = {
     0x100: "display clocks",
 }
 
-# NVML's error numbers, by what they mean here. After any other error the question is asked again the next time.
-# Bad argument, not supported, no permission, no such function, deprecated.
+# NVML's error numbers, by what they mean here. After any other error the question is asked again the
+# next time. Bad argument, not supported, no permission, no such function, deprecated.
 _NEVER = (2, 3, 4, 13, 26)
 _NOTHING_NEW = (6, 21, 27)  # not found, no data, not ready
 _LOST = (1, 9, 15, 16, 28)  # driver gone, GPU lost, reset required, no such GPU
 
-# What is asked, and how often: NVML's function, its arguments, a factor to our unit, and the fields that it fills. What
-# hardly changes is asked seldom, and so are energy and the highest clock: the driver takes 4 ms and 1 ms of CPU time.
+# What is asked, and how often: NVML's function, its arguments, a factor to our unit, and the fields
+# that it fills. What hardly changes is asked seldom, and so are energy and the highest clock: the
+# driver takes 4 ms and 1 ms of CPU time.
 Question = tuple[str, tuple[int, ...], float, Mapping[str, Callable[[Any], Any]]]
 _WHOLE, _FIRST = (lambda answer: answer), itemgetter(0)
 _MEMORY = {"memory_used_bytes": attrgetter("used"), "memory_total_bytes": attrgetter("total")}
@@ -205,7 +206,8 @@ class _Gpu:
         return GpuProcess(pid=answer.pid, used_bytes=answer.usedGpuMemory, name=name, sm_pct=sm_pct)
 
     def _use_by_process(self) -> dict[int, float] | None:
-        """How much of the recent time each process had work on the GPU; None where the driver does not say."""
+        """How much of the recent time each process had work on the GPU; None where the driver does
+        not say."""
         # A driver may never answer this. If one has answered before and does not now, nobody used the GPU.
         silence: list[Any] | None = None
         if self._last_use_us:
@@ -232,7 +234,8 @@ class _Gpu:
         return [float(s.sampleValue.uiVal) for s in new]
 
     def _ask(self, function: str, *arguments: object, nothing_new: Any = None) -> Any:
-        """What NVML answers, None without an answer, or `nothing_new`. What it will never answer is not asked again."""
+        """What NVML answers, None without an answer, or `nothing_new`. What it will never answer is
+        not asked again."""
         if self._lost or (function, *arguments) in self._never:
             return None
         try:
@@ -257,7 +260,8 @@ class _Gpu:
 
 
 class _Gpm:
-    """GPM counters of one GPU. Each pulse fills one of two buffers by turns; between two of them lie the figures."""
+    """GPM counters of one GPU. Each pulse fills one of two buffers by turns; between two of them lie
+    the figures."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -308,7 +312,8 @@ class _Gpm:
         return [found[_SM_ACTIVE]] if _SM_ACTIVE in found else []
 
     def since_last_read(self) -> dict[str, float]:
-        """All metrics from the last read to the last pulse; those of the read before while no new pulse came."""
+        """All metrics from the last read to the last pulse; those of the read before while no new
+        pulse came."""
         if self._sums:
             self._values = {name: total / self._seconds[name] for name, total in self._sums.items()}
             self._sums.clear()

@@ -1,4 +1,5 @@
-"""One sampler for everything outside the training process: its GPUs, the machine, the training's processes."""
+"""One sampler for everything outside the training process: its GPUs, the machine, the training's
+processes."""
 
 from __future__ import annotations
 
@@ -242,7 +243,8 @@ def _difference(numbers: dict[str, int], one: str, other: str) -> int | None:
 
 
 def _whole_disks(root: Path) -> set[str]:
-    """Disks; not their partitions, and not what is built upon other disks (RAID, LVM): nothing counts twice."""
+    """Disks; not their partitions, and not what is built upon other disks (RAID, LVM): nothing counts
+    twice."""
     try:
         blocks = [path for path in (root / "sys/block").iterdir() if not path.name.startswith(_NOT_DISKS)]
         return {path.name for path in blocks if not any((path / "slaves").glob("*"))}

@@ -1,8 +1,8 @@
 """The processes of a training: the trainers, their loader workers, and the rest of the tree.
 
-A loader worker is known by the name that torch (since 2.5) or flatout gives it. A trainer holds memory on a GPU, or has
-started workers. All is read from /proc: on Windows and macOS no processes are seen.
-"""
+A loader worker is known by the name that torch (since 2.5) or flatout gives it. A trainer holds
+memory on a GPU, or has started workers. All is read from /proc: on Windows and macOS no processes are
+seen."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class Tree:
         name, fields = _stat(folder)
         if len(fields) < 22 or fields[0] in "ZX":
             return None
-        # Of the main thread alone, which trains or loads: how long it waited for a core, and how often it got one.
+        # Of the main thread alone, which trains or loads: how long it waited for a core, and how
+        # often it got one.
         waits = text_of(f"{folder}/schedstat").split()
         delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
         ticks, a_second = int(fields[11]) + int(fields[12]), self._rates.a_second
@@ -159,7 +160,8 @@ def _below(seen: dict[int, _Seen], roots: Iterable[int]) -> list[int]:
 
 
 def _owners(proc: Path, seen: dict[int, _Seen], workers: set[int]) -> set[int]:
-    """The processes that started these workers; not those that adopted one whose trainer died, such as init."""
+    """The processes that started these workers; not those that adopted one whose trainer died, such
+    as init."""
     owners: set[int] = set()
     for worker in workers:
         owner = seen[worker].parent

@@ -1,8 +1,7 @@
 """Figures → the summary: a verdict with its reason in numbers, and targets met or missed; and samples as text.
 
-Questions are asked in the order of WORDS, and the first that is answered yes is the verdict: first what is about to
-break, then what the numbers hide, then why a GPU is low, then how it is low.
-"""
+Questions are asked in the order of WORDS, and the first that is answered yes is the verdict: first
+what is about to break, then what the numbers hide, then why a GPU is low, then how it is low."""
 
 from __future__ import annotations
 
@@ -283,7 +282,8 @@ def _check_targets(host: Figures) -> Iterator[TargetResult]:
             yield TargetResult(name, index, shown, wish, unit, value, met, margin)
 
 
-# In text. Lines are plain; color is added by `style_of` alone, so that a pipe, a log and NO_COLOR get the same words.
+# In text. Lines are plain; color is added by `style_of` alone, so that a pipe, a log and NO_COLOR get
+# the same words.
 
 
 def percent(value: float | None) -> str:

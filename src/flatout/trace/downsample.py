@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# 24 MB for raw steps and 2.5 MB for each of 16 lengths of window; 16 MB and 3 MB for each of 16 strides of samples:
-# both fill the 64 MB of a file, after hundreds of millions of steps, or months of sampling.
+# 24 MB for raw steps and 2.5 MB for each of 16 lengths of window; 16 MB and 3 MB for each of 16
+# strides of samples: both fill the 64 MB of a file, after hundreds of millions of steps, or months of
+# sampling.
 RAW_STEPS = 2_000  # more than any trial has
 RAW_OUTLIERS = 4_000
 # So that an uneven run keeps some for later.
@@ -47,11 +48,11 @@ Event = Fetch | float | None  # a wait for a batch; the end of a step; a backwar
 
 @dataclass(frozen=True, kw_only=True)
 class LightSteps:
-    """Training steps in a row, of which only the ends and the waits for batches were recorded, as a list of events.
+    """Training steps in a row, of which only the ends and the waits for batches were recorded, as a
+    list of events.
 
-    The training thread only appends events; the writer's thread turns many of them into records at once. The first step
-    began at `start_s`.
-    """
+    The training thread only appends events; the writer's thread turns many of them into records at
+    once. The first step began at `start_s`."""
 
     first_index: int
     start_s: float
@@ -143,7 +144,8 @@ class StepDownsampler:
         self._window_bytes_left = BYTES_A_LENGTH
 
     def push(self, step: Step | LightSteps) -> list[Step | Window]:
-        """Add a step, or many. What is not plain training (set-up, X-ray, the tail) stays out of the windows."""
+        """Add a step, or many. What is not plain training (set-up, X-ray, the tail) stays out of the
+        windows."""
         if isinstance(step, Step) and step.kind != "train":
             return self._with_room([step])
         if self._seen >= RAW_STEPS:

@@ -64,7 +64,8 @@ _BESIDE_A_RANK: dict[str, tuple[tuple[type[Any], ...], int]] = {
 }
 _NOT_OPENED = (*_BESIDE_A_RANK, "proof-")
 _VALUES = (b",", b":", b"[", b"{")  # a value follows each of them
-# A line that does not match has no control character, and no half of a character, which cannot be written again.
+# A line that does not match has no control character, and no half of a character, which cannot be
+# written again.
 _UNSAFE = re.compile(rb"\\u(00|20|d)|\\[bf]|[\x7f-\xff]", re.IGNORECASE)
 
 
@@ -363,8 +364,8 @@ def _refused(constant: str) -> None:
 
 # -- JSON → records, every value checked: a crash, a bad disk or a person may have changed it
 #
-# A value of the wrong type, one that is not finite or far too large raises a ValueError that names it. Unknown keys
-# are ignored. Bad values of facts, which come from people's scripts, are left out.
+# A value of the wrong type, one that is not finite or far too large raises a ValueError that names
+# it. Unknown keys are ignored. Bad values of facts, which come from people's scripts, are left out.
 
 Check = Callable[[Any], Any]  # returns the value for the record
 

@@ -1,4 +1,5 @@
-"""Transforms that a worker only records and the GPU computes later: the script's own, with the script's random numbers.
+"""Transforms that a worker only records and the GPU computes later: the script's own, with the
+script's random numbers.
 
     worker    dataset[i] ─► lazy image, array, tensor ─► bytes of the decoded image, the operations, their numbers
     parent    DeferredBatch: a host tensor to the loop ─ .to("cuda") ─► the operations, for the whole batch at once

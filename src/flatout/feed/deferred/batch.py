@@ -1,4 +1,5 @@
-"""A batch whose transforms are still to be computed: to the loop a host tensor, on its way to a GPU the result.
+"""A batch whose transforms are still to be computed: to the loop a host tensor, on its way to a GPU
+the result.
 
 Recorded transforms are data, a `TransformProgram`: operations that run for a whole batch at once, on any
 device. They are the same for all samples of a batch; what differs from sample to sample (an angle, a
@@ -18,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-# How pixels are moved; a later way can do what an earlier one does: nothing moves, pixels swap places, the nearest
-# pixel is taken, or pixels are interpolated.
+# How pixels are moved; a later way can do what an earlier one does: nothing moves, pixels swap
+# places, the nearest pixel is taken, or pixels are interpolated.
 MOVES = ("same", "swap", "nearest", "bilinear")
 WARP_NUMBERS = 6  # the rows of an affine matrix; the colour of what lies outside follows
 _MAX_COMPILED = 4  # images, masks, and what random branches make of them
@@ -93,7 +94,8 @@ def run_program(program: TransformProgram, pixels: Tensor, numbers: Tensor) -> T
 
 
 class CompiledPrograms:
-    """Runs programs as compiled kernels: step by step, each of some thirty steps reads and writes the whole batch.
+    """Runs programs as compiled kernels: step by step, each of some thirty steps reads and writes the
+    whole batch.
 
     A program is compiled for the first batch size it meets; a smaller last batch runs step by step.
     """
@@ -136,7 +138,8 @@ def _numbers(numbers: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _warp(source: Tensor, numbers: Tensor, move: str, start: int, colours: int) -> Tensor:
-    """Each pixel from where the sample's matrix says, counted from the corner of the picture, as Pillow does."""
+    """Each pixel from where the sample's matrix says, counted from the corner of the picture, as
+    Pillow does."""
     if move == "same":
         return source
     batch, height, width = source.shape[:3]
@@ -187,7 +190,8 @@ def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., 
 
 
 def _with_dims(value: Tensor, dims: int) -> Tensor:
-    """With that many dimensions: missing ones come right behind the batch, as in any broadcast of two samples."""
+    """With that many dimensions: missing ones come right behind the batch, as in any broadcast of two
+    samples."""
     return value.reshape(len(value), *[1] * (dims - value.dim()), *value.shape[1:])
 
 
@@ -270,7 +274,8 @@ def _materialized(part: Any) -> Any:
 
 
 class DeferredBatch(PlaceholderTensor):
-    """A batch as workers leave it: decoded pixels, a row of numbers a sample, and the program to run on them."""
+    """A batch as workers leave it: decoded pixels, a row of numbers a sample, and the program to run
+    on them."""
 
     @staticmethod
     def __new__(cls, program: TransformProgram, pixels: Tensor, numbers: Tensor) -> Any:

@@ -32,7 +32,8 @@ _MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30  # safe in float32 on a GPU
 
 
 class SampleRecording:
-    """Of one sample. `failed`: it has to be made again, as one of two views of the same memory was to be real."""
+    """Of one sample. `failed`: it has to be made again, as one of two views of the same memory was to
+    be real."""
 
     failed = False
 
@@ -120,7 +121,8 @@ def constant(thing: Any) -> Expression | None:
 
 
 def combine(op: str, inputs: Sequence[Expression], call: Callable[..., Any], dtype: str) -> Expression | None:
-    """An operation on several expressions; None where it cannot be recorded, `RuntimeError` where shapes do not fit."""
+    """An operation on several expressions; None where it cannot be recorded, `RuntimeError` where
+    shapes do not fit."""
     first, *others = [expression.picture for expression in inputs if expression.picture is not None]
     depth = 1 + max(expression.depth for expression in inputs)
     recordable = dtype in ("float32", "float64") and depth <= _MAX_DEPTH

@@ -51,7 +51,8 @@ _MOVE_OF = {Image.Resampling.NEAREST: "nearest", Image.Resampling.BILINEAR: "bil
 
 
 class LazyImage(Image.Image):
-    """An image that will be computed by an `expression`: a picture, with each pixel from where a matrix says."""
+    """An image that will be computed by an `expression`: a picture, with each pixel from where a
+    matrix says."""
 
     def __init__(self, expression: Expression) -> None:
         super().__init__()
@@ -122,7 +123,8 @@ def can_be_recorded(image: Any) -> bool:
 
 
 def _image_expression(image: Any) -> Expression:
-    """How to compute an image; of a real one a copy of its pixels as they are now, for they may be changed."""
+    """How to compute an image; of a real one a copy of its pixels as they are now, for they may be
+    changed."""
     if isinstance(image, LazyImage) and image.is_lazy:
         return image.expression
     picture = image.copy()
@@ -144,7 +146,8 @@ def _moved(
 
 
 def _channel_values(colour: Any, channels: int) -> tuple[float, ...]:
-    """A number for each channel, or none: Pillow also knows colour names, and one number for three channels."""
+    """A number for each channel, or none: Pillow also knows colour names, and one number for three
+    channels."""
     if colour is None:
         return (0.0,) * channels
     parts = colour if isinstance(colour, tuple | list) else (colour,)
@@ -203,7 +206,8 @@ _UFUNCS: dict[Any, tuple[str, Callable[..., Any] | None]] = {  # and the operato
 
 
 def _recorded(record: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of numpy's that the real array answers where `record` gives nothing, or knows no such argument."""
+    """A method of numpy's that the real array answers where `record` gives nothing, or knows no such
+    argument."""
 
     @functools.wraps(record)
     def method(array: LazyArray, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +231,8 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
 
     @property
     def _described_by(self) -> Any:
-        """What has its shape and type: the expression, or the real array, which may have been given another."""
+        """What has its shape and type: the expression, or the real array, which may have been given
+        another."""
         return self._real if self.is_real else self._expression
 
     @property
@@ -354,7 +359,8 @@ for _name in ("float", "int", "bool", "format", "round", "hash", "str", "repr"):
 
 
 def lazy_reader(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stands for np.array and its kin: of an image a lazy array of its pixels, of a lazy array itself or a copy."""
+    """Stands for np.array and its kin: of an image a lazy array of its pixels, of a lazy array itself
+    or a copy."""
 
     @functools.wraps(original)
     def read(*args: Any, **kwargs: Any) -> Any:

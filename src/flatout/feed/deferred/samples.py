@@ -137,7 +137,8 @@ _RECORDING = [(owner, name, replace(getattr(owner, name))) for owner, name, repl
 
 @contextlib.contextmanager
 def recording_samples(recording: SampleRecording) -> Iterator[None]:
-    """Record; with the functions that do, where scripts look them up by name. Outside of samples all is as it was."""
+    """Record; with the functions that do, where scripts look them up by name. Outside of samples all
+    is as it was."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in _RECORDING]
     try:
         for owner, name, function in _RECORDING:

@@ -131,7 +131,8 @@ def _say(what: str, problem: Exception) -> None:
 
 
 def impose_seed(imposed: int, changes: Subscriber) -> None:
-    """Seed torch, numpy and `random` before the script's first line; a script that seeds later has the last word."""
+    """Seed torch, numpy and `random` before the script's first line; a script that seeds later has
+    the last word."""
     torch.manual_seed(imposed)
     random.seed(imposed)
     changes.patches.when_imported("numpy", functools.partial(_seed_numpy, imposed, changes))

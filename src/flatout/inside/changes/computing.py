@@ -1,6 +1,5 @@
-"""Changes to what is computed, each made at its moment: when an optimizer is built, at the first call of a root
-module, or when a step ends. From then on it may be switched between two steps.
-"""
+"""Changes to what is computed, each made at its moment: when an optimizer is built, at the first call
+of a root module, or when a step ends. From then on it may be switched between two steps."""
 
 from __future__ import annotations
 
@@ -243,7 +242,8 @@ class Compile(RootChange):
 
 
 class PrecisionChange(RootChange):
-    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, whose result is float32 again.
+    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, whose result is
+    float32 again.
 
     Autocast is never entered for the process: cached casts of weights would become stale.
     """
@@ -415,8 +415,9 @@ def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> 
 
 
 class LossScale:
-    """Scales losses before `backward`, and gradients back as they arrive: the script sees them in their true size.
-    After a step whose gradients are not finite, which is skipped, the scale is halved; after many good ones doubled."""
+    """Scales losses before `backward`, and gradients back as they arrive: the script sees them in
+    their true size. After a step whose gradients are not finite, which is skipped, the scale is
+    halved; after many good ones doubled."""
 
     FIRST, GROW_AFTER = 2.0**16, 2000
 
@@ -440,7 +441,8 @@ class LossScale:
             self._scaling = False
 
     def guard(self, parameters: Iterable[Any]) -> None:
-        """Unscale what arrives at these parameters and at those that are trained now, and check it before a step.
+        """Unscale what arrives at these parameters and at those that are trained now, and check it
+        before a step.
 
         Called for every backward pass: a layer may be unfrozen later, a group of parameters added.
         """
@@ -488,7 +490,8 @@ def _set_fused(optimizer: Any, *, on: bool) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"] = on or None
     optimizer._step_supports_amp_scaling = on
-    # The fused kernels count steps on the parameter's own device. All counters move at once: one wait for the GPU.
+    # The fused kernels count steps on the parameter's own device. All counters move at once: one wait
+    # for the GPU.
     counting: dict[torch.device, list[dict[str, Any]]] = {}
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):

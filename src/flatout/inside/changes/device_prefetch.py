@@ -4,10 +4,10 @@
                                        └─ the one after it is fetched if it is ready (else when it is asked for), and
                                           its copy begins while the GPU is still at work on this step
 
-In the script's own thread: another one, during `backward`, made the steps of a small model a tenth longer (H200).
-Beginning a copy takes that thread's time: steps of 8 to 11 ms became up to 8% longer (H200, five runs). So a script
-that copies small page-locked batches itself, without waiting, goes on doing that; they are still fetched early.
-"""
+In the script's own thread: another one, during `backward`, made the steps of a small model a tenth
+longer (H200). Beginning a copy takes that thread's time: steps of 8 to 11 ms became up to 8% longer
+(H200, five runs). So a script that copies small page-locked batches itself, without waiting, goes on
+doing that; they are still fetched early."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ class _Copy(NamedTuple):
 
 
 class DevicePrefetch(LiveChange):
-    """The change: where the script asks for that very tensor of its batch on that very device, unchanged, the answer
-    is the copy that was begun, once. Switched off, a batch that was fetched is still handed out in its turn."""
+    """The change: where the script asks for that very tensor of its batch on that very device,
+    unchanged, the answer is the copy that was begun, once. Switched off, a batch that was fetched is
+    still handed out in its turn."""
 
     name = "device_prefetch"
 
@@ -198,8 +199,9 @@ def _fetch_next(call: Any, iterator: Any) -> Any:
 
 
 class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
-    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU: at the end of a step, where
-    every batch has one and it is ready (a loop that reads its loss leaves the GPU idle then), else when asked."""
+    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU: at the end of
+    a step, where every batch has one and it is ready (a loop that reads its loss leaves the GPU idle
+    then), else when asked."""
 
     def __init__(self, inner: Any, side: SideStream, change: DevicePrefetch) -> None:
         # PyTorch's __init__ would draw random numbers.
@@ -296,7 +298,8 @@ def _this_thread() -> tuple[int, int]:
 
 
 def _hosts_in(batch: Any) -> list[Any]:
-    """The tensors to copy: none of inference mode, which do not say that they were written to, or of other layouts."""
+    """The tensors to copy: none of inference mode, which do not say that they were written to, or of
+    other layouts."""
     return [tensor for tensor in tensors_in(batch) if tensor.device.type == "cpu" and _can_be_copied(tensor)]
 
 

@@ -113,7 +113,8 @@ def _entries(value: ast.expr, put: Callable[[ast.expr], None], path: list[str]) 
 
 
 def _find(values: Any, path: list[str]) -> tuple[Any, Any] | None:
-    """What holds the value at the end of a path of keys, and its key, of whatever type; None where there is none."""
+    """What holds the value at the end of a path of keys, and its key, of whatever type; None where
+    there is none."""
     keys: Iterable[Any] = ()
     if isinstance(values, dict):
         keys = values

@@ -1,4 +1,5 @@
-"""Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a pass begins.
+"""Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a
+pass begins.
 
     DataLoader.__init__ ── num_workers, prefetch_factor, pin_memory, persistent_workers
     DataLoader._get_iterator ── loader: flatout's iterator ── device_prefetch: one batch ahead, its copy under way
@@ -188,7 +189,8 @@ class Loading:
         return iterator_for(loader, options, give_back=functools.partial(self._ledger.withdraw, "loader"))
 
     def _may_defer(self, loader: Any) -> bool:
-        """Whether this loader's samples may leave their transforms to the GPU; its first batch says if they do."""
+        """Whether this loader's samples may leave their transforms to the GPU; its first batch says
+        if they do."""
         device = self._device()
         why_not = why_not_deferred(loader)
         if device is None or device.type != "cuda":
@@ -228,7 +230,8 @@ def _why_not(name: str, dataset: Any, workers: int) -> str:
 
 
 def _own_sampler(loader: Any) -> str:
-    """The name of the script's own sampler, if it has one: it may say only when it is asked what comes next."""
+    """The name of the script's own sampler, if it has one: it may say only when it is asked what
+    comes next."""
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
         kind = type(sampler)
         if kind.__module__.partition(".")[0] not in _KNOWN_SAMPLERS:

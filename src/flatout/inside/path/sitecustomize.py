@@ -1,4 +1,5 @@
-"""Found first on PYTHONPATH by every Python of the launched command: starts flatout, then runs the user's own one."""
+"""Found first on PYTHONPATH by every Python of the launched command: starts flatout, then runs the
+user's own one."""
 
 import os
 import sys
