@@ -3,7 +3,8 @@
 agent ─► a tool ─► flatout VERB --json, in a process of its own ─► its JSON, shortened, and the next sensible call
 
 So a training that crashes or hangs ends that process, not the server. What goes wrong is a result
-with `error` and `next`: of an exception an agent may not see the text."""
+with `error` and `next`: of an exception an agent may not see the text.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ async def fix(folder: Folder, command: Command, budget_s: int = 240, allow: str 
     """Try the usual changes on a training, keep those that are faster and proven to leave it the same.
 
     No file of yours is edited; what was kept is in a plan. With `allow`, such as batch-size, changes
-    to learning are tried too."""
+    to learning are tried too.
+    """
     options = ["--budget", f"{budget_s}s", "--allow", allow]
     return await _flatout("fix", folder, options, command, after=_after_fix, limit_s=limit_s)
 

@@ -157,7 +157,8 @@ def attach(trace: str | Path | None = None, *, xray: bool = True) -> start.Attac
     """Record this process from now on, into `trace` (default: a new folder in flatout-runs).
 
     As a `with` block it ends with a summary. Under `flatout run` the recording that is going on is
-    given back; with FLATOUT=off nothing is recorded."""
+    given back; with FLATOUT=off nothing is recorded.
+    """
     return start.attach(trace, xray=xray, name=_name(), show=show)
 
 

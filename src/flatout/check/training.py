@@ -3,7 +3,8 @@
 Known values are literals, settings, `os.cpu_count()`, and names bound once in their file to one of
 these. Settings are argparse defaults, a config file (YAML or JSON) and flags, each found by its path
 (`train`, `amp`) however the script writes it: `cfg.train.amp`, `config["train"]["amp"]`,
-`self.args.amp`. Everything else is unknown, and no check guesses."""
+`self.args.amp`. Everything else is unknown, and no check guesses.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 exit code.
 
 0: done. 1: a gate such as --fail-below said no. 2: a mistake in the command. `flatout run` and
-`flatout train` end with the exit code of what they ran."""
+`flatout train` end with the exit code of what they ran.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ def explain(
     """Explain what a report names: what it is, how to make sure, what to do.
 
     A cause: `flatout explain data.cpu-bound`. A symptom: `flatout explain out of memory`. A change:
-    `flatout explain pin_memory`."""
+    `flatout explain pin_memory`.
+    """
     from flatout.model import guide
 
     text = guide.explain(" ".join(code)) if code else guide.overview()

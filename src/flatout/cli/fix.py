@@ -71,7 +71,8 @@ def fix(
     seconds, each time with one more change; no run writes any of your files. The plan of what was
     kept is flatout-plan.yaml: train with it by `flatout run --plan flatout-plan.yaml -- python
     train.py --epochs 90`. Ctrl-C leaves the plan so far; go on with `flatout fix --resume -- python
-    train.py --epochs 90`, after a crash or a spent budget too."""
+    train.py --epochs 90`, after a crash or a spent budget too.
+    """
     require_linux("fix")
     from flatout.fix.fix_command import fix as search
     from flatout.fix.journal import can_resume, to_resume, unfinished

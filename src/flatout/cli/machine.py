@@ -50,7 +50,8 @@ def doctor(
     """See what flatout finds on this machine, what is missing, and what that costs.
 
     GPUs and their counters, driver, torch, the cores and memory a training may really use here,
-    optional packages."""
+    optional packages.
+    """
     if patches:
         from flatout.inside.patches import rows
 
@@ -73,7 +74,8 @@ def hook(
 
     `flatout run` says when this is needed, and for which Python. `install` puts three small files
     beside that Python's packages. They start flatout under `flatout run`, and do nothing at any other
-    time; `remove` deletes them."""
+    time; `remove` deletes them.
+    """
     require_linux("hook")
     if action not in ("install", "remove", "status"):
         raise UsageError(f"flatout hook {action}: one of install, remove, status is expected")
@@ -119,7 +121,8 @@ def top(
     (SM active), how it varies, and whether the CPU, the disk or the loader's workers hold it up.
 
     In a terminal this is a live view; q ends it with a summary. Piped or with --duration it prints a
-    line a sample."""
+    line a sample.
+    """
     from flatout.top.top_command import TopOptions, run
 
     options = TopOptions(

@@ -98,7 +98,8 @@ def summarize_runs(folder: Path, *, keep: bool, most: int, quiet: bool, why_empt
 
     Unless told to `keep`, remove recordings without a step, and all but the last `most` beside this
     one. `why_empty` is said of a recording without a step, unless it was said already why nothing was
-    measured."""
+    measured.
+    """
     from flatout.launch.launcher import recordings
     from flatout.launch.protocol import reasons_not_measured
 

@@ -75,7 +75,8 @@ def run(
     `--lines exact` has py-spy look at the lines from outside: `pip install 'flatout[exact]'`.
 
     Output, signals and exit code are the command's own; the summary comes after it. FLATOUT=off
-    switches it all off."""
+    switches it all off.
+    """
     require_linux("run")
     from flatout.launch import launcher
 

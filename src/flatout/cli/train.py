@@ -32,7 +32,8 @@ def train(
 
     `flatout train config.yaml train.batch_size=256 train.precision=bf16`; on several GPUs `--gpus 2`,
     or your own `torchrun --nproc-per-node 2 -m flatout train config.yaml`. It is recorded as by
-    `flatout run`, with the same summary at the end."""
+    `flatout run`, with the same summary at the end.
+    """
     require_linux("train")
     words = list(overrides or ())
     if quiet:

@@ -40,7 +40,8 @@ def try_(
 
     `flatout try --patch faster.diff -- python train.py`. The command is run with the edit and without
     it, in turns; the edit is only in the runs' own view, and none of your files is written. Exit code
-    0: faster, and the same training; 1: not so, with the reason; 2: a mistake in the command."""
+    0: faster, and the same training; 1: not so, with the reason; 2: a mistake in the command.
+    """
     require_linux("try")
     from flatout.fix.try_edit import try_edits
     from flatout.report import TrySummary

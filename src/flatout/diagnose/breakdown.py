@@ -6,7 +6,8 @@ GPU's idle time, is split as in the steps that were timed closely. Set-up, X-ray
 and the tail come from the raw steps.
 
 Time of a line counts for the innermost line of the user's, with what it called in a library. Where
-py-spy has looked, a function keeps its time, and its lines share it as py-spy has seen them."""
+py-spy has looked, a function keeps its time, and its lines share it as py-spy has seen them.
+"""
 
 from __future__ import annotations
 
@@ -347,7 +348,8 @@ def _exact_looks(
     """How often each line was seen in these phases, for the functions that were seen often enough.
 
     An exact stack has no phase: it counts for these as far as sampled stacks at the same place fell
-    into them."""
+    into them.
+    """
     share = _shares_of_places(all_stacks, phases)
     users = {_file(frame.where) for stacks in all_stacks for frame in stacks.frames if frame.own}
     sources = {frame.where: frame.source for stacks in all_stacks for frame in stacks.frames if frame.source}

@@ -88,7 +88,8 @@ class CauseAccount:
         """The same finding with the share it is charged with, and no promise beyond that.
 
         One about a wait for data that a surer finding is charged with may promise as much, in place
-        of that one."""
+        of that one.
+        """
         share = self.share_of(finding)
         if not share and finding.code.startswith("data."):
             waits = sum(charge.share for charge in self.charges if (charge.code or charge.name).startswith("data"))

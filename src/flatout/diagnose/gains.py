@@ -1,7 +1,8 @@
 """What fixing one cause alone would give: `gain_low`, `gain_high` and `derived` of a Finding.
 
 Gains are factors of speed. The upper end is what the evidence leaves room for, the lower end what it
-makes sure of, 1.0 for nothing. `derived` says in words where they come from."""
+makes sure of, 1.0 for nothing. `derived` says in words where they come from.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A knob is a place where a value is read: an option, a line of a YAML file, a name in a config. It
 counts where its name fits, where its value is the one in force, and where its file is the run's
 configuration, not one of many data files. The value read last comes first: scripts read a file, then
-let the command line have the last word."""
+let the command line have the last word.
+"""
 
 from __future__ import annotations
 

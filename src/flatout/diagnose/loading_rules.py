@@ -2,7 +2,8 @@
 
 Opposites are told apart by what was measured: too few workers are busy while cores are free, too many
 wait for a core, a slow disk leaves both idle, and where others have the cores neither number is to
-blame."""
+blame.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ and the machine's cores, memory and GPU, as the hardware sampler saw them during
 (Machine).
 
 Shares are 0 to 1. What was not measured is None. Whose the cores are matters most: those of this run
-(all its ranks here, with their workers) or those of others."""
+(all its ranks here, with their workers) or those of others.
+"""
 
 from __future__ import annotations
 

@@ -215,7 +215,8 @@ def straggler(ranks: Sequence[RankMetrics]) -> Finding | None:
     """The rank that waits least where ranks exchange something, and is slow somewhere else.
 
     They exchange gradients in backward; a model with buffers (batch norms) makes them exchange before
-    forward too."""
+    forward too.
+    """
     if len(ranks) < 2:
         return None
     found = _slowest(ranks, ("backward",), ("data", "copy", "forward", "rest"))

@@ -4,7 +4,8 @@ asked for.
 Its time lies in `breakdown`, what its loader's workers did in `work`, and what the hardware did in `machine`.
 
 Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs
-it says nothing."""
+it says nothing.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ class RankMetrics:
         """More than 1 where gradients are accumulated, less where several optimizers step for each batch.
 
         Backward passes count accumulation, but there may be several for one batch: the samples of a
-        step tell."""
+        step tell.
+        """
         backward = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
         taken = backward
         if self.loader.batch_size and self._samples_a_step:
@@ -216,7 +218,8 @@ class RankMetrics:
         """The share of training time that would be saved if the host spent none in a phase.
 
         Steps with events say how much of such time is saved when it is gone; all steps say how much
-        of it there is. Waits come in bursts: a median step may have none of them."""
+        of it there is. Waits come in bursts: a median step may have none of them.
+        """
         share = min(MAX_SAVED, self.share(phase))
         if not self.on_gpu:
             return share

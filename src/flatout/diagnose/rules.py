@@ -2,7 +2,8 @@
 
 A rule is a small function that looks at the metrics of one rank (or of all) and says nothing unless
 the evidence is there. What each finding is charged with, and so may promise, is worked out in
-`by_cause`."""
+`by_cause`.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def _charged(metrics: RankMetrics, found: Sequence[Finding]) -> tuple[list[Findi
     """These findings with what they are charged with, the verdict first; and the account.
 
     What endangers the run comes first, then the largest share of the time. Those whose time others
-    explain say nothing."""
+    explain say nothing.
+    """
     account = by_cause(metrics, found)
     charged = {finding.title for finding in found if account.share_of(finding)}
 

@@ -5,7 +5,8 @@ needs the other.
 largest that fits. Real steps are taken at 32, 64, 128 … samples, until more of them no longer learn
 faster or no longer fit; of those about as fast as the fastest the smallest is taken. Model and
 optimizer are put back, the random streams seeded again. Every rank takes the same steps, and the
-slowest and the fullest one decide."""
+slowest and the fullest one decide.
+"""
 
 from __future__ import annotations
 

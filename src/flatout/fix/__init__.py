@@ -5,4 +5,5 @@
     flatout-plan.yaml ◄── FixResult (result) ◄──────────────────────────────────────────────┘
 
 It works from outside: a Plan goes into a run (`runs`, by `launch`), a Trace comes back. It never
-imports torch."""
+imports torch.
+"""

@@ -4,7 +4,8 @@ Nothing is known of an edit, so nothing but rounding is forgiven: the same sampl
 in training and in evaluation; at the model the same bytes, or numbers equal within rounding; the same
 settings of the optimizers; and, every few steps from the same weights on, the same loss and the same
 update of each tensor. `again` is the command as it was once more: of what the machine alone makes
-differ, three times as much is allowed."""
+differ, three times as much is allowed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A Python file being edited: arguments of calls, values of settings, torch's switches, autocast.
 
 A name counts as torch's where an import is all that gives it a meaning in its file. None instead of
-an edit says that it cannot be told from the source alone what to write."""
+an edit says that it cannot be told from the source alone what to write.
+"""
 
 from __future__ import annotations
 

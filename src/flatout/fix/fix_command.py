@@ -49,7 +49,8 @@ def fix(
 
     Until then they are kept there too, with the person's `options`: a fix that finds some there goes
     on with them. Where no overlay can be mounted, it is refused, or if `unprotected` done with
-    redirection alone."""
+    redirection alone.
+    """
     progress = progress or ProgressListener()
     with own_folder() as folder, held(keep_in) if keep_in else nullcontext() as place:
         goes_on = keep_in is not None and can_resume(keep_in)

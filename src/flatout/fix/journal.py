@@ -6,7 +6,8 @@
 A search decides by its runs alone. So it is begun again from the start, with a `Journal` in place of
 the runner, which answers from the disk what was measured before. A proof that was under way is made
 again as a whole, since its runs go on from each other's weights, which may take gigabytes; the last
-comparison is, since the machine may have changed."""
+comparison is, since the machine may have changed.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A finding asks for changes, which are made by the script's own knob where it has one. Changes that
 belong together and rarely do harm make one Offer, which is tried as a whole and taken apart only if
-it fails. docs/FIX.md lists the offers."""
+it fails. docs/FIX.md lists the offers.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +244,8 @@ def _order(offer: Offer, *, compiled: bool) -> tuple[bool, bool, bool, float]:
     """What promises much comes first, and of that what leaves learning alone; then the rest in the same way.
 
     Compiling comes last, since every later run pays for it at its start; once kept, another mode is
-    like any change."""
+    like any change.
+    """
     compiles = not compiled and all(change.name == "compile" for change in offer.changes)
     changes_learning = any(change.safety == "semantic" for change in offer.changes)
     return compiles, offer.promise < _MIN_PROMISE, changes_learning, -offer.promise

@@ -24,7 +24,8 @@ class FilePatch:
     """Files before and after, and the `command` to train with then.
 
     The changes `by_plan` are made by lines that apply the plan; those `unwritten` are in no file.
-    `tried` says what runs with it have shown, or why there were none."""
+    `tried` says what runs with it have shown, or why there were none.
+    """
 
     file: Path  # where the diff goes
     files: dict[Path, tuple[bytes, bytes]]  # from the current folder on

@@ -3,7 +3,8 @@
 `same_batches` compares what reaches the model, `same_loss` the loss and the weights; docs/FIX.md has
 what each class takes. Every five steps the one run goes on from the weights of the other: left on
 their own, some trainings make a 30% other loss of any rounding, so what a change does could not be
-told from that. Runs too short prove nothing, and say so."""
+told from that. Runs too short prove nothing, and say so.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def _only_shuffled(ours: Sequence[ProofStep], theirs: Sequence[ProofStep]) -> bo
     """Whether two runs part only in the shuffles of later passes.
 
     They do when samples that draw random numbers are no longer loaded in the training process, whose
-    stream of random numbers seeds the shuffles."""
+    stream of random numbers seeds the shuffles.
+    """
     places = [next(iter(in_order("begins", steps)[0]), None) for steps in (ours, theirs)]
     if places != ["here", "elsewhere"]:
         return False
@@ -230,7 +232,8 @@ def _resampled_means(values: Sequence[float]) -> list[float]:
     """A bootstrap: sorted means of resamples by short blocks of neighbours, which wrap round the end.
 
     Not the blocks of `model.stats`: a loss falls over these steps, and eight long blocks would take
-    that for noise."""
+    that for noise.
+    """
     length = max(1, round(len(values) ** (1 / 3)))
     round_the_end = [*values, *values[: length - 1]]
     blocks = [mean_of(round_the_end[start : start + length]) for start in range(len(values))]
@@ -379,7 +382,8 @@ def _astray(before: Run, after: Run, within: float) -> str | None:
     """What weights do that those they follow do not, in words.
 
     Other random numbers lead each tensor elsewhere: then only all of them together are asked, for a
-    factor of two."""
+    factor of two.
+    """
     moved = _typical_move(before, after)
     if moved is None:
         return None

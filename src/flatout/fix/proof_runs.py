@@ -6,7 +6,8 @@
 Classes are proven one on top of the other, so that two runs that are compared differ in one class
 only. Each run follows the one it is compared with: every few steps it goes on from that one's weights
 (inside/weights.py). Where the loss differs by too much, that one is repeated on its own, which shows
-how far the machine alone makes runs differ."""
+how far the machine alone makes runs differ.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ def _prove_class(
 
     Their runs, with those `beside` them, are compared with `base`: the same bytes have to reach the
     model, as far as `standings` say; without any, the loss has to be the same. `whole`: the run of
-    all of them, where others follow it."""
+    all of them, where others follow it.
+    """
     repeat: Run | None = None
     steps, once_more = PARITY_STEPS, _on_its_own(base)
     if standings:

@@ -18,7 +18,8 @@ class ProgressListener:
     def run_begins(self, what: str, left_s: float, number: int, about: int, times: float | None = None) -> None:
         """Run `number` of `about` (0: not known) begins, with so much of the time budget left.
 
-        `times`: how many times as fast training is with what is kept so far."""
+        `times`: how many times as fast training is with what is kept so far.
+        """
 
     def say(self, line: str) -> None:
         """Something has become known."""

@@ -2,7 +2,8 @@
 
 `Runner` makes runs (`Launcher` really does, tests simulate them); a `Run` is what became of one, read
 from what it left in its folder. Most runs are timed trials; a `ProofRun` is one with fingerprints,
-that nobody times."""
+that nobody times.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class WeightMove(NamedTuple):
 
         On their own, since other random numbers in the model (dropout) turn them elsewhere; or along
         the other's way, since rounding alone moves weights that nothing else does (a bias before a
-        batch norm)."""
+        batch norm).
+        """
         return any(1 / within <= far <= within for far in (self.length, self.length * self.direction))
 
 
@@ -87,7 +89,8 @@ class Drift:
 class Content(NamedTuple):
     """What was in a tensor: its type and shape, its length, and projections on directions drawn by chance.
 
-    So far as these are apart in two tensors, as a share of the length, so far are the tensors, about."""
+    So far as these are apart in two tensors, as a share of the length, so far are the tensors, about.
+    """
 
     kind: str = ""  # such as float32[8, 3]
     numbers: tuple[float, ...] = ()
@@ -310,7 +313,8 @@ class Launcher:
 
     By an `overlay` or by redirection; None: as the system permits. With `edits`, by name, a run may
     have one of them, and proofs are recorded closely. Raises OverlayError where a run fails because
-    of its overlay, and RealWriteError where one has written all the same."""
+    of its overlay, and RealWriteError where one has written all the same.
+    """
 
     def __init__(
         self,
@@ -354,7 +358,8 @@ class Launcher:
         """Raise OverlayError where a run has failed because of its overlay.
 
         A disk takes none, or files of others could not be copied into it; the latter may be why the
-        `first` run fails without saying so (torch.save does not)."""
+        `first` run fails without saying so (torch.save does not).
+        """
         if run.code in (0, launcher.TIMED_OUT) or not self._overlay:
             return
         if _READ_ONLY.search(run.output):

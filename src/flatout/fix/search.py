@@ -245,7 +245,8 @@ class Search:
     def _decided_in_turns(self, offer: Offer) -> tuple[Change, ...]:
         """Those of its changes that one run decides, by switching them on and off between steps.
 
-        Where steps are slow, a second run is quicker; and several ranks would have to switch together."""
+        Where steps are slow, a second run is quicker; and several ranks would have to switch together.
+        """
         before, step_s = self._trials.before, self._trials.after.step_s
         if before.metrics.rank.info.world_size > 1 or step_s > SLOW_STEP_S:
             return ()
@@ -256,7 +257,8 @@ class Search:
         """Decide each change to computing in one run, which in the end measures those that pay.
 
         A data path that goes with them is in force from its start, and kept with any of them or
-        judged by itself."""
+        judged by itself.
+        """
         live = self._decided_in_turns(offer)
         run = self._run_trial(offer, turns=live)
         under_way = {result.name for result in run.turns if result.state == "under way"}
@@ -326,7 +328,8 @@ class Search:
 
         While the answer is open, the side that has run less often runs again, four times at the most.
         It is open until a repeat has shown the gain, or it is too large for noise, or it cannot reach
-        2%. Small gains stay open until nothing else is left to try (`again`)."""
+        2%. Small gains stay open until nothing else is left to try (`again`).
+        """
         kept, new = self.result.kept, with_changes(self.result.kept, offer.changes)
         repeats = 0
         while True:

@@ -127,7 +127,8 @@ class Trials:
         one by one. `elastic`: its script may have the elastic loader.
 
         X-ray and ceiling are taken where its steps are shorter than `look_below_s` (always, if None); else
-        they are those of what is kept."""
+        they are those of what is kept.
+        """
         self._say_begins(what)
         usual, expected_s = self._steps or FIRST_STEPS, self._budget.run_s(changes)
         earlier = None

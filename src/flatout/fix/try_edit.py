@@ -5,7 +5,8 @@
                                                                     both ─► EditResult, which has a verdict
 
 A is the command as it is, B the same with an edit. Each of several edits is tried on its own; then
-those that passed, together. How many steps a proof has follows the time that is left."""
+those that passed, together. How many steps a proof has follows the time that is left.
+"""
 
 from __future__ import annotations
 

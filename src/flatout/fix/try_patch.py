@@ -2,7 +2,8 @@
 
 Not against the command as it was: bf16 or another loader trains in another way, and was proven by its
 own class. The edited script (B) runs beside the command with the plan (A), in turns, and has to train
-the same from the same weights (`edit_proof`) and to reach the plan's speed."""
+the same from the same weights (`edit_proof`) and to reach the plan's speed.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ compiled: seconds, in each of a dozen trials. There a placeholder answers just t
 
 The compiler leaves out the rounding between fused operations in half precision. With torch 2.11 the
 gradients of a compiled soft-argmax were twice as far off as those of eager bf16 (docs/BENCHMARKS.md,
-`captcha`)."""
+`captcha`).
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@
 What a model made itself (a critic's input, a recurrent net's last state) is not data, and on a GPU
 never the same twice. A checksum is a sum over all 8-byte words, each times an odd number that depends
 on its place, modulo 2^64: the same on any device and in any order of adding, but not when two words
-change places."""
+change places.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +183,8 @@ class Projections:
     """A tensor's length, and its projections on a few directions drawn by chance, the same ones in every run.
 
     They stay on the device. In double precision, and in parts, so that a large tensor takes little
-    memory beside it."""
+    memory beside it.
+    """
 
     def __init__(self) -> None:
         self._drawn: dict[Any, Any] = {}  # by device

@@ -2,7 +2,8 @@
 
 Forward passes are counted, below autograd, where every operation has its sizes; a backward pass is
 taken for twice its forward. Nothing is counted where something is compiled: the compiler would have
-to look through the count."""
+to look through the count.
+"""
 
 from __future__ import annotations
 

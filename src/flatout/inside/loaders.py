@@ -4,7 +4,8 @@
     each worker        Meter         time in `__getitem__`, its transforms, collate, and waiting
 
 Wall time, CPU time and run delay together tell a slow disk from too many workers. Now and then a
-worker appends its totals to a file of its rank, in one short atomic write."""
+worker appends its totals to a file of its rank, in one short atomic write.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ To see or change a call, subscribe to it at a stage:
     script ─► TIME (the recorder) ─► OBSERVE (fingerprints, lists of modules) ─► CHANGE (a plan's changes) ─► original
 
 A subscriber that raises is switched off and reported once; the script's call goes through. When the
-last one of an attribute leaves, the original is put back. Nothing here imports torch."""
+last one of an attribute leaves, the original is put back. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Patch(NamedTuple):
     """Attributes of one owner that are replaced for the same reason, and what has to be going on for that.
 
     `phase` is what the recorder calls the time of a call; what `computes` is timed in few steps only.
-    `library` may never be imported."""
+    `library` may never be imported.
+    """
 
     owner: str
     names: str

@@ -6,7 +6,8 @@
 looked at closely, every cut drops an event into the GPU's queue. In the others (`light`) what is
 computed is one piece, and the commonest events only go on a tape: between two steps the processor
 forgets our code, which then costs ten times what it costs in a loop. Nothing here imports torch,
-waits for the GPU, or does I/O."""
+waits for the GPU, or does I/O.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ class Recorder:
         """What the thread is doing, to be read from another thread; in a step of another kind, that kind.
 
         The first step may hold much of the set-up (a batch looked at before the model is built), and
-        counts with it."""
+        counts with it.
+        """
         if self._open.kind != "train":
             return "setup" if self._open.kind == "warmup" else self._open.kind
         return self.doing

@@ -4,7 +4,8 @@ A path under a covered folder has a shadow there. Writing goes to the shadow (a 
 to is copied first), removing leaves a mark, and reading prefers the shadow. The marks are files: all
 processes of the command agree. Not caught are writers in C (but torch.save and safetensors), other
 programs, and a Python that was started without our environment: launch compares the folders
-afterwards. Standard library only: torch comes later."""
+afterwards. Standard library only: torch comes later.
+"""
 
 from __future__ import annotations
 

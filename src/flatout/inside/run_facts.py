@@ -298,7 +298,8 @@ class AttentionWatch:
     """Looks for a softmax over T×T scores, and the line it is called in; `found` is the longest.
 
     In the few steps after the first, and where nothing is compiled: a compiler that has seen our
-    wrapper would compile again when it is taken off."""
+    wrapper would compile again when it is taken off.
+    """
 
     def __init__(self, patches: Patches) -> None:
         self.found: WrittenAttention | None = None

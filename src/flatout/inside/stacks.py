@@ -4,7 +4,8 @@ into.
 
 The interpreter hands over at calls and turns of a loop, so time in operators on plain Python objects
 shows at the next call of the same function. Code objects and numbers are kept, never frames: those
-would keep the script's tensors alive."""
+would keep the script's tensors alive.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class StackSampler:
 
     `phase` says what that thread is doing; None: do not look. Dense looks begin when the phase is
     another than `sparse_phase`. Looks count once the number of `steps` is another: what comes after
-    the last step is no training. `now_and_then` is called about once a second."""
+    the last step is no training. `now_and_then` is called about once a second.
+    """
 
     def __init__(
         self,
@@ -260,7 +262,8 @@ def _lines_at_once(thread: int) -> list[Line]:
 
     Python 3.11 makes a frame's object when somebody asks for it, and that may begin a garbage
     collection, whose finalizers give up the lock. The frame is gone when they are done, and the
-    process crashes."""
+    process crashes.
+    """
     was_on: list[bool] = []
     frames: list[Any] = []
     codes: list[CodeType | None] = []

@@ -3,7 +3,8 @@ does meanwhile (CudaClock, LossReader). A Recorder gets both.
 
 An exception of ours takes all of this off, once and with one line; the script's calls go through.
 CUDA is touched by the training thread only, never while a graph is captured, and nothing waits for
-it."""
+it.
+"""
 
 from __future__ import annotations
 

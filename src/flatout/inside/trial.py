@@ -2,7 +2,8 @@
 
 The ceiling is how fast the same step runs when its data is there: a few steps are fed with batches
 kept from before (`replay`: no loader), then with their device copies (`resident`: no loader and no
-copy)."""
+copy).
+"""
 
 from __future__ import annotations
 

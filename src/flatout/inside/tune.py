@@ -5,7 +5,8 @@
       ─► once a minute: has the bottleneck moved? Then the loader again
 
 Only changes that leave what is learned alone. With several ranks the controllers choose and nothing
-is compared: a rank that waits for the others does not show what its own loader brings."""
+is compared: a rank that waits for the others does not show what its own loader brings.
+"""
 
 from __future__ import annotations
 

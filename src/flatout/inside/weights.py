@@ -5,7 +5,8 @@
 
 In five steps rounding changes a weight by nearly nothing, and over the meetings that cancels out. An
 error that a change makes again and again (a layer that no longer learns, a weight decay that is lost)
-adds up."""
+adds up.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ seen, in the trace.
 
 py-spy runs outside the training and reads its memory. It writes to a file without a name, since its
 output holds the command lines of all processes; `lines-NNNNN.jsonl` keeps the stacks of main threads.
-What goes wrong is a sentence for the report and never touches the training."""
+What goes wrong is a sentence for the report and never touches the training.
+"""
 
 from __future__ import annotations
 

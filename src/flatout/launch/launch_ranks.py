@@ -2,7 +2,8 @@
 
 `python -m flatout.launch.launch_ranks N COMMAND…` does what torchrun does on one machine. Its exit
 code is that of the first rank that failed, and a line that several ranks write to stderr is shown
-once."""
+once.
+"""
 
 from __future__ import annotations
 

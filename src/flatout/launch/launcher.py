@@ -82,7 +82,8 @@ def run(
     `exact_lines`, py-spy looks at its ranks. Where no step has come after `ask_after_s`, a line says
     what its processes are doing. A command lives on when we are killed, unless it `ends_with_us`:
     then it gets SIGTERM. The output of a `trial` goes to `output.txt` in the folder, and its exit
-    code is `TIMED_OUT` where it had to be ended."""
+    code is `TIMED_OUT` where it had to be ended.
+    """
     if not command:
         raise UsageError("no command given: flatout run -- python train.py …")
     program = shutil.which(command[0])
@@ -378,7 +379,8 @@ class FirstStep:
 
     The request is a file in the trace folder. A process that may train answers it with the line of
     the script that it is at; one that runs no line of the user's, such as torchrun's agent, is
-    silent. None of these files stays."""
+    silent. None of these files stays.
+    """
 
     def __init__(self, folder: Path, began_s: float, after_s: float = ASK_AFTER_S) -> None:
         self._folder = folder
@@ -532,7 +534,8 @@ def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> boo
     whether it `received` them; where none does, a `kill` from within the group may have reached the
     command too, or, as from a batch script's `trap`, us alone. A second SIGTERM does no harm, a lost
     one does. Only an interrupt, which many take as "at once" when it comes twice, is left to the
-    group. That the terminal has gone (`ssh -t`, tmux) only the leader of the session is told."""
+    group. That the terminal has gone (`ssh -t`, tmux) only the leader of the session is told.
+    """
     told_as_leader = sent.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
     if (sent.si_code > 0 and not told_as_leader) or received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
         return False

@@ -189,7 +189,8 @@ class SignalsReceived:
 
     A signal to a whole process group looks like one to us alone. But Python can write the number of
     each signal that it handles into a file: here into a pipe, whose `write_end` the command inherits
-    with this `environment`."""
+    with this `environment`.
+    """
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

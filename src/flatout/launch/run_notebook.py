@@ -2,7 +2,8 @@
 
 Its kernel is the training process: flatout gets into it by the environment, as into any Python of a
 command. What cells print comes out as it comes. Which cells have trained is said at the end; an
-exception in a cell is exit code 1."""
+exception in a cell is exit code 1.
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,8 @@ def file_of_others(command: Sequence[str]) -> str:
     """A file or folder that the command may write to, but not in an overlay; empty where there is none.
 
     The overlay of a user who may not mount has one owner and one group. What belongs to others, such
-    as the files of a shared group, cannot be copied into it (EOVERFLOW)."""
+    as the files of a shared group, cannot be copied into it (EOVERFLOW).
+    """
     for entry in _walk(_near(command[1:])):
         with contextlib.suppress(OSError):
             writable = not entry.is_symlink() and os.access(entry.path, os.W_OK)
@@ -226,7 +227,8 @@ def _overlays_beside(near: Sequence[Path]) -> Iterator[Path]:
     """Where overlays are needed beside those of the top-level folders.
 
     What is written in a folder copies all folders above it, up to the overlay's top. Those of others
-    cannot be copied (see `file_of_others`): so an overlay begins below the last of them."""
+    cannot be copied (see `file_of_others`): so an overlay begins below the last of them.
+    """
     for place in near:
         path = [place, *place.parents][:-2]  # without the top-level folder
         if may_mount() or not os.access(place, os.W_OK):
@@ -264,7 +266,8 @@ def _is_private(folder: Path, precious: Collection[Path]) -> bool:
     """Whether only this user can write to this folder, which is no link and holds nothing `precious`.
 
     What shows through is really written: neither a variable nor a link by another user may make that
-    the project."""
+    the project.
+    """
     try:
         found, place = folder.lstat(), folder.resolve()
     except (OSError, RuntimeError):

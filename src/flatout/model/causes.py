@@ -1,7 +1,8 @@
 """The causes flatout can name: one `CauseSpec` each; and a Finding, which is a cause seen in a run.
 
 Their codes are public: JSON, docs and tests use them. The rules in diagnose/ find them,
-docs/TROUBLESHOOTING.md has an entry for each, in this order."""
+docs/TROUBLESHOOTING.md has an entry for each, in this order.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 TF32, float32.
 
 A share of such a figure is the usual measure of how well a model uses its GPU. It is none that was
-measured here, and reports say so. A GPU that is not in the table has none."""
+measured here, and reports say so. A GPU that is not in the table has none.
+"""
 
 from __future__ import annotations
 

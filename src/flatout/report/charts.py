@@ -116,7 +116,8 @@ def _gpu_tiles(step: Step) -> tuple[list[tuple[float, float, str, bool]], float 
 
     The events of a step tile the GPU's time, but do not say when the first of them was. An idle GPU
     goes on at the moment the host has launched the span's work, so the longest idle stretch ties the
-    two rows together."""
+    two rows together.
+    """
     tiles: list[tuple[float, float, str, bool]] = []
     at_ms, tie_ms, longest_ms = 0.0, None, SHORTEST_TIE_MS
     for span in step.spans:

@@ -2,7 +2,8 @@
 
 The statistic is that of `flatout fix` (`model.stats`). The intervals hold the noise within the two
 runs; what differs between any two runs of the same training (page cache, clocks, neighbours) only
-more runs can show."""
+more runs can show.
+"""
 
 from __future__ import annotations
 

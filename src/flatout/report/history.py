@@ -205,7 +205,8 @@ def remove_older(most: int, runs: Path) -> int:
     """Remove all recordings but the last `most` (0: none) of those that flatout has named; how many went.
 
     What is being written stays, and a fix that can be resumed, and a folder that holds anything of
-    the user's."""
+    the user's.
+    """
     ours = sorted(filter(_is_ours, runs.glob("*")), key=_written, reverse=True)
     gone = [folder for folder in ours[most:] if most and not is_being_written(folder)]
     for folder in gone:

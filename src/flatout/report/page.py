@@ -3,7 +3,8 @@
 Everything is drawn before the page is opened, as inline SVG; the page's own script only zooms, reads
 values and copies. The browser fetches nothing and uses no script or style but the page's, whatever a
 trace may hold: text is escaped unless it is `Html`, and no element has a style attribute. No meaning
-is in color alone. A section with nothing to say is left out."""
+is in color alone. A section with nothing to say is left out.
+"""
 
 from __future__ import annotations
 

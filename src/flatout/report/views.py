@@ -2,7 +2,8 @@
 show it.
 
 Here are the kinds of parts, and the words for phases, findings and changes. A terminal gets the brief
-sections alone; the page gets all of them, with charts."""
+sections alone; the page gets all of them, with charts.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What this process may really use: cores, memory and /dev/shm.
 
 `os.cpu_count()` counts the machine. A container's quota, an affinity mask and the other ranks on the
-node leave less."""
+node leave less.
+"""
 
 from __future__ import annotations
 

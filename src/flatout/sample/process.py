@@ -2,7 +2,8 @@
 
 A loader worker is known by the name that torch (since 2.5) or flatout gives it. A trainer holds
 memory on a GPU, or has started workers. All is read from /proc: on Windows and macOS no processes are
-seen."""
+seen.
+"""
 
 from __future__ import annotations
 

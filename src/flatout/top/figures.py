@@ -5,7 +5,8 @@ Figures grow with each sample that is added, and can be read at any time.
 Everything is weighted by time, so a sample that stands for several intervals (of a long recording)
 counts for as much as they did. A GPU's *activity* is what its pulses say, at up to 8 Hz: SM active
 where the GPU has GPM counters, GPU-Util elsewhere. Its *work* is SM active, or else the power share,
-and never more than GPU-Util."""
+and never more than GPU-Util.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Figures → the summary: a verdict with its reason in numbers, and targets met or missed; and samples as text.
 
 Questions are asked in the order of WORDS, and the first that is answered yes is the verdict: first
-what is about to break, then what the numbers hide, then why a GPU is low, then how it is low."""
+what is about to break, then what the numbers hide, then why a GPU is low, then how it is low.
+"""
 
 from __future__ import annotations
 

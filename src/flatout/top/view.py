@@ -3,7 +3,8 @@ is shown.
 
 The only module that imports Textual, which is an extra: `pip install 'flatout[top]'`. Nothing depends
 on color alone: what is full is drawn with █, what is only claimed with ░, so that NO_COLOR and
-color-blind eyes see the same."""
+color-blind eyes see the same.
+"""
 
 from __future__ import annotations
 

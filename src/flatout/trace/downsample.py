@@ -52,7 +52,8 @@ class LightSteps:
     list of events.
 
     The training thread only appends events; the writer's thread turns many of them into records at
-    once. The first step began at `start_s`."""
+    once. The first step began at `start_s`.
+    """
 
     first_index: int
     start_s: float

@@ -7,7 +7,8 @@
 In the script's own thread: another one, during `backward`, made the steps of a small model a tenth
 longer (H200). Beginning a copy takes that thread's time: steps of 8 to 11 ms became up to 8% longer
 (H200, five runs). So a script that copies small page-locked batches itself, without waiting, goes on
-doing that; they are still fetched early."""
+doing that; they are still fetched early.
+"""
 
 from __future__ import annotations
 
