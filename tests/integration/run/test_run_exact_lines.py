@@ -78,6 +78,7 @@ def why_py_spy_cannot_look() -> str:
     return "" if looked.returncode == 0 else f"py-spy may not read other processes here: {looked.stderr.strip()}"
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
 def test_the_planted_line_is_the_first(tmp_path: Path, end: str, code: int) -> None:
     if reason := why_py_spy_cannot_look():
