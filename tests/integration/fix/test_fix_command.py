@@ -96,7 +96,7 @@ def test_a_starved_training_is_fixed_proven_reported_and_edited(slow_disk: Path)
 
     ended = fix(
         slow_disk,
-        *("--steps", "80", "--budget", "10m", "--only", "loader", "--price", "3/h", "--diff", "fix.diff", "--apply"),
+        *("--steps", "80", "--budget", "3m", "--only", "loader", "--price", "3/h", "--diff", "fix.diff", "--apply"),
         *("--json", "fix.json", "--html", "fix.html", "--", sys.executable, "train.py"),
     )
 
