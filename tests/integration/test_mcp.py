@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import psutil
+import pytest
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
@@ -129,6 +130,7 @@ def test_what_goes_wrong_is_a_result(tmp_path: Path) -> None:
     as_agent(tmp_path, scenario)
 
 
+@pytest.mark.timing
 def test_an_agent_tries_a_patch(tmp_path: Path) -> None:
     async def scenario(call: Call, session: ClientSession) -> None:
         command = f"{sys.executable} train.py"

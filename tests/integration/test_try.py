@@ -126,6 +126,7 @@ def tried(folder: Path, *words: str, steps: int = 40) -> tuple[int, dict[str, An
     return done.returncode, json.loads(file.read_text()) if file.exists() else {}, done.stdout + done.stderr
 
 
+@pytest.mark.timing
 def test_right_patches_pass_each_alone_and_together_and_nothing_is_written(project: Path) -> None:
     names = [
         patch(project, "sleep.diff", ("photos.py", SLEEP, "")),
@@ -183,6 +184,7 @@ def test_a_patch_that_does_not_apply_is_one_line(project: Path) -> None:
     assert (code, said) == (2, "flatout: old.diff does not apply: photos.py is not as the hunk at line 11 expects it\n")
 
 
+@pytest.mark.timing
 def test_an_edited_copy_another_command_and_a_variable(project: Path) -> None:
     copy = project.parent / "copy"
     copy.mkdir()

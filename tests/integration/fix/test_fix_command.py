@@ -88,6 +88,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", *name, *words], cwd=folder, check=True, capture_output=True)
 
 
+@pytest.mark.timing
 def test_a_starved_training_is_fixed_proven_reported_and_edited(slow_disk: Path) -> None:
     git(slow_disk, "init")
     git(slow_disk, "add", "train.py")
